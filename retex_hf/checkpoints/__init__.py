@@ -1,0 +1,22 @@
+"""Experts in: one tensor at a time, from any source."""
+
+from .experts import Checkpoint, ExpertSet, check_experts, check_related, read_finite
+from .inventory import Inventory, take_inventory
+from .locate import download, is_open_clip, locate, open_source
+from .sources import Source, TensorInfo
+
+__all__ = [
+    "Checkpoint",
+    "ExpertSet",
+    "Inventory",
+    "Source",
+    "TensorInfo",
+    "check_experts",
+    "check_related",
+    "download",
+    "is_open_clip",
+    "locate",
+    "open_source",
+    "read_finite",
+    "take_inventory",
+]

@@ -1,0 +1,156 @@
+"""The base and all experts under the names of one model, checked against each other before a tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, shorten
+from .inventory import Inventory
+from .sources import TensorInfo
+
+Entries = dict[str, tuple[TensorInfo, Callable[[], Tensor]]]
+
+# Fine-tuning moves a weight matrix by a fraction of its norm (cosine near 1); matrices of unrelated models are
+# orthogonal (cosine near 0). Anything in between does not occur.
+RELATED_COSINE = 0.2
+RELATED_SAMPLE = 9
+
+
+@dataclass
+class Checkpoint:
+    """Tensors of one checkpoint under the model's names, tied ones once."""
+
+    label: str
+    entries: Entries
+    ties: dict[str, list[str]] = field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entries[name][0].shape
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.entries[name][1]()
+        for other_name in self.ties.get(name, ()):
+            other = self.entries[other_name][1]()
+            if other.data_ptr() != tensor.data_ptr() and not torch.equal(other, tensor):
+                raise CheckpointError(
+                    f"{self.label}: {name!r} and {other_name!r} are tied in the model but differ in this checkpoint."
+                )
+        return tensor
+
+    @classmethod
+    def from_entries(cls, label: str, entries: Entries, inventory: Inventory) -> Checkpoint:
+        """Bring tied tensors under one name each. A file may hold any of the names, or several."""
+        entries, ties = dict(entries), {}
+        for name, aliases in inventory.aliases.items():
+            present = [alias for alias in aliases if alias in entries]
+            if present:
+                entries[name] = entries[present[0]]
+                if len(present) > 1:
+                    ties[name] = present[1:]
+        return cls(label, entries, ties)
+
+
+@dataclass
+class ExpertSet:
+    """What a build reads from: `names` are merged and recovered, `heads` kept whole per task."""
+
+    base: Checkpoint
+    experts: dict[str, Checkpoint]
+    names: list[str]
+    heads: list[str]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self.experts)
+
+    def read_base(self, name: str) -> Tensor:
+        return self.base.read(name)
+
+    def read_expert(self, task: str, name: str) -> Tensor:
+        return self.experts[task].read(name)
+
+
+def check_experts(
+    inventory: Inventory,
+    base: Checkpoint,
+    experts: dict[str, Checkpoint],
+    unexpected: dict[str, list[str]],
+    head_names: set[str],
+) -> ExpertSet:
+    """Sort the tensors into merged ones and heads; refuse experts that do not fit the model or each other.
+
+    `unexpected` lists, per task, names that the model does not know; `head_names` are heads by class or by the user.
+    """
+    wanted = list(inventory.shapes)
+    for task, expert in experts.items():
+        missing = [name for name in wanted if name not in expert]
+        if missing:
+            raise CheckpointError(f"{expert.label} lacks {len(missing)} tensor(s) of the model: {shorten(missing)}.")
+        if unexpected.get(task):
+            extra = unexpected[task]
+            raise CheckpointError(f"{expert.label} has {len(extra)} tensor(s) the model does not: {shorten(extra)}.")
+    body = [name for name in wanted if name not in head_names]
+    present = [name for name in body if name in base]
+    if 2 * len(present) < len(body):
+        raise CheckpointError(
+            f"{base.label} has only {len(present)} of the {len(body)} tensors of the experts' model: it is another "
+            "architecture."
+        )
+
+    names, heads = [], []
+    for name in wanted:
+        if name in head_names or name not in base or _is_own_output(name, base, experts):
+            heads.append(name)
+        else:
+            names.append(name)
+    return ExpertSet(base, experts, names, heads)
+
+
+def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) -> bool:
+    """Whether experts differ in the leading axis (classes, vocabulary) of a tensor; any other difference is an error."""
+    expected = base.shape(name)
+    different = [expert for expert in experts.values() if expert.shape(name) != expected]
+    for expert in different:
+        shape = expert.shape(name)
+        if len(shape) != len(expected) or shape[1:] != expected[1:]:
+            raise CheckpointError(
+                f"{expert.label}: tensor {name!r} has shape {shape}, but the base has {expected}: "
+                "another architecture or another base."
+            )
+    return bool(different)
+
+
+def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse an expert that was not fine-tuned from this base, from the directions of a few weight matrices."""
+    matrices = [name for name in experts.names if len(shapes[name]) == 2 and min(shapes[name]) > 1]
+    step = max(1, len(matrices) // RELATED_SAMPLE)
+    sample = matrices[step // 2 :: step]
+    cosines: dict[str, list[float]] = {task: [] for task in experts.tasks}
+    for name in sample:
+        base = experts.read_base(name).float().flatten()
+        for task in experts.tasks:
+            expert = experts.read_expert(task, name).float().flatten()
+            cosines[task].append(torch.nn.functional.cosine_similarity(base, expert, dim=0).item())
+    for task, values in cosines.items():
+        # NaN compares false: a damaged tensor is reported as such, by name, when it is merged.
+        if values and median(values) < RELATED_COSINE:
+            raise CheckpointError(
+                f"{experts.experts[task].label} does not descend from {experts.base.label}: the median cosine between "
+                f"their weight matrices is {median(values):.2f} (pass check_base=False to build all the same)."
+            )
+
+
+def read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, refusing NaN and infinity."""
+    tensor = checkpoint.read(name)
+    if not torch.isfinite(tensor.float()).all():
+        raise CheckpointError(f"{checkpoint.label}: tensor {name!r} holds NaN or infinite values.")
+    return tensor

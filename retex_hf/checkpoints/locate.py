@@ -1,0 +1,94 @@
+"""From what a user writes (a folder, a file, a Hub id, a module, a state dict) to a `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from torch import nn
+
+from ..errors import CheckpointError
+from .sources import Source, open_files, open_state_dict, weight_files
+
+TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
+TRANSFORMERS_STEMS = ("model", "pytorch_model")
+OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
+# Everything a tokenizer or processor may need, and no code.
+SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def open_source(spec: Any, label: str, *, token: str | None = None, cache_dir: str | None = None) -> Source:
+    """Open a base or expert checkpoint.
+
+    `spec` is a transformers or OpenCLIP folder, a Hub id (`org/name` or `org/name@revision`), OpenCLIP's
+    `local-dir:PATH` or `hf-hub:org/name`, a weight file, a module, or a state dict. `label` names it in messages.
+    """
+    if isinstance(spec, nn.Module):
+        tensors = spec.state_dict()
+        origin = getattr(getattr(spec, "config", None), "_name_or_path", "") or type(spec).__name__
+        provenance = {"source": "memory", "id": Path(origin).name if Path(origin).is_absolute() else origin}
+        return open_state_dict(tensors, label, model=spec, provenance=provenance)
+    if isinstance(spec, Mapping):
+        return open_state_dict(spec, label, provenance={"source": "memory", "id": "state_dict"})
+    if not isinstance(spec, (str, Path)):
+        raise CheckpointError(
+            f"{label} must be a folder, a file, a Hub id, a module or a state dict, not a {type(spec).__name__}."
+        )
+    path, provenance = locate(spec, label, token=token, cache_dir=cache_dir)
+    label = f"{label} ({path})"
+    if path.is_file():
+        return open_files([path], label, provenance=provenance)
+    stems = OPEN_CLIP_STEMS if is_open_clip(path) else TRANSFORMERS_STEMS
+    return open_files(weight_files(path, stems), label, folder=path, provenance=provenance)
+
+
+def locate(
+    spec: str | Path, label: str, *, token: str | None = None, cache_dir: str | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """The local file or folder behind a path or Hub id (downloaded if need be), and its provenance."""
+    text = str(spec)
+    path = Path(text.removeprefix("local-dir:")).expanduser()
+    if path.is_file():
+        return path, {"source": "local", "id": path.name}
+    if path.is_dir():
+        check_checkpoint_folder(path, label)
+        return path, {"source": "local", "id": path.resolve().name}
+    if text.startswith("local-dir:") or isinstance(spec, Path) or text.count("/") > 1 or text.startswith((".", "/")):
+        raise CheckpointError(f"{label}: {path} does not exist.")
+    repo_id, _, revision = text.removeprefix("hf-hub:").partition("@")
+    folder = download(repo_id, label, revision=revision or None, token=token, cache_dir=cache_dir)
+    check_checkpoint_folder(folder, label)
+    return folder, {"source": "hub", "id": repo_id, "revision": folder.name}
+
+
+def download(repo_id: str, label: str, **kwargs: Any) -> Path:
+    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=[*SIDE_FILES, "*.safetensors"], **kwargs))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(repo_id, allow_patterns=[*SIDE_FILES, "*.bin"], **kwargs))
+    except HFValidationError:
+        raise CheckpointError(f"{label}: {repo_id!r} is neither an existing path nor a Hub id.") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{label}: {repo_id!r} is not a local path, and the Hub says: {reason}") from None
+    return folder
+
+
+def check_checkpoint_folder(folder: Path, label: str) -> None:
+    if (folder / "adapter_config.json").is_file() and not (folder / TRANSFORMERS_CONFIG).is_file():
+        raise CheckpointError(f"{label}: {folder} is a PEFT adapter; merge it into its base model first.")
+    if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
+        raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
+
+
+def is_open_clip(folder: Path) -> bool:
+    return (folder / OPEN_CLIP_CONFIG).is_file()

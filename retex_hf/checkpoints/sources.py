@@ -1,0 +1,146 @@
+"""Where tensors come from: safetensors or `.bin` files, or memory. Names and shapes are known before a tensor is read,
+and files are memory-mapped, so reading one tensor costs that tensor."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Source:
+    """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie."""
+
+    label: str
+    infos: dict[str, TensorInfo]
+    folder: Path | None = None
+    model: nn.Module | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass
+class MemorySource(Source):
+    """Tensors of a state dict or a module."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name].detach()
+
+
+@dataclass
+class SafetensorsSource(Source):
+    """Tensors of safetensors files."""
+
+    handles: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        return self.handles[name].get_tensor(name)
+
+
+def open_state_dict(tensors: Mapping[str, Tensor], label: str, **kwargs: Any) -> MemorySource:
+    """A source over tensors in memory."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{label}: {name!r} must be a tensor, not a {type(value).__name__}.")
+    infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return MemorySource(label, infos, tensors=tensors, **kwargs)
+
+
+def open_files(files: list[Path], label: str, **kwargs: Any) -> Source:
+    """A source over weight files, all safetensors or all `torch.save` files."""
+    if all(file.suffix == ".safetensors" for file in files):
+        return _open_safetensors(files, label, **kwargs)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(_load_torch_file(file))
+    return open_state_dict(tensors, label, **kwargs)
+
+
+def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> SafetensorsSource:
+    infos, handles = {}, {}
+    for file in files:
+        try:
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
+                piece = handle.get_slice(name)
+                infos[name] = TensorInfo(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()])
+                handles[name] = handle
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} does not exist.") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from None
+        except KeyError as error:
+            raise CheckpointError(f"{file}: tensor {name!r} has the unsupported dtype {error}.") from None
+    return SafetensorsSource(label, infos, handles=handles, **kwargs)
+
+
+def _load_torch_file(file: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist.") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {reason}") from None
+    # OpenCLIP's training checkpoints keep the weights under this key, beside the optimiser.
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{file} holds a {type(loaded).__name__}, not named tensors.")
+    return loaded
+
+
+def weight_files(
+    folder: Path, stems: tuple[str, ...], suffixes: tuple[str, ...] = (".safetensors", ".bin")
+) -> list[Path]:
+    """The weight files of a folder: the first of `stem.safetensors`, its shards, `stem.bin`, its shards."""
+    for suffix in suffixes:
+        for stem in stems:
+            single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+            if single.is_file():
+                return [single]
+            if index.is_file():
+                return _shards(index)
+    expected = " or ".join(f"{stem}{suffixes[0]}" for stem in stems)
+    raise CheckpointError(f"{folder} holds no weights: expected {expected}, or shards of it.")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not a valid shard index: {error!r}.") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it.")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index.parent / name} is missing, but {index.name} lists it.")
+    return [index.parent / name for name in names]

@@ -1,0 +1,32 @@
+"""One base error, few children: `except RetexError` catches everything this library raises on purpose."""
+
+
+class RetexError(Exception):
+    """Base class of all errors of this library. The message is one sentence for the person at the keyboard."""
+
+
+class ConfigError(RetexError, ValueError):
+    """A field of `RetexConfig` holds a value that is not allowed."""
+
+
+class CheckpointError(RetexError):
+    """A base or expert checkpoint cannot be read, or does not fit the others."""
+
+
+class ArtifactError(RetexError):
+    """A saved ReTeX folder is incomplete, damaged, or not one."""
+
+
+class TaskError(RetexError, ValueError):
+    """`task=` names a task that does not exist, or does not fit the batch."""
+
+
+class InputError(RetexError, ValueError):
+    """A batch cannot be routed or split by task."""
+
+
+def shorten(names, limit: int = 3) -> str:
+    """List a few names for an error message: `'a', 'b', 'c' and 7 more`."""
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

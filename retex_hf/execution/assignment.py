@@ -1,0 +1,94 @@
+"""`task=` in all its forms, and the groups of rows that share an expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TaskError
+
+
+@dataclass
+class Group:
+    """Rows that run on one expert: a task, or a mixture (then `task_id` is the likeliest, whose head is used)."""
+
+    task_id: int
+    rows: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass
+class Assignment:
+    """A task per row, or mixing weights (rows, T) per row."""
+
+    task_ids: Tensor
+    weights: Tensor | None = None
+
+    def groups(self) -> list[Group]:
+        if self.weights is None:
+            return [
+                Group(task_id, (self.task_ids == task_id).nonzero().flatten())
+                for task_id in self.task_ids.unique().tolist()
+            ]
+        mixtures, member = torch.unique(self.weights, dim=0, return_inverse=True)
+        groups = []
+        for index, mixture in enumerate(mixtures):
+            task_id = int(mixture.argmax())
+            pure = bool(mixture[task_id] == 1)
+            groups.append(Group(task_id, (member == index).nonzero().flatten(), None if pure else mixture))
+        return groups
+
+
+def task_index(task: str, tasks: list[str]) -> int:
+    """Position of a task name."""
+    if task not in tasks:
+        raise TaskError(f"Unknown task {task!r}; the tasks are {tasks}.")
+    return tasks.index(task)
+
+
+def parse_task(task: Any, tasks: list[str], rows: int) -> Assignment:
+    """Read `task=`: a name, one name or id per row (list or 1-D tensor), or mixing weights (rows, T)."""
+    if isinstance(task, str):
+        return Assignment(torch.full((rows,), task_index(task, tasks)))
+    if isinstance(task, (list, tuple)) and all(isinstance(name, str) for name in task):
+        _check_rows(len(task), rows)
+        return Assignment(torch.tensor([task_index(name, tasks) for name in task], dtype=torch.long))
+    try:
+        values = torch.as_tensor(task).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TaskError(
+            "task= must be a task name, one name per row, a tensor of task ids or a (rows, tasks) tensor of weights, "
+            f"not {task!r}."
+        ) from None
+    if values.is_floating_point() and values.ndim == 2:
+        return _parse_weights(values.float(), tasks, rows)
+    if values.is_floating_point() or values.dtype == torch.bool or values.ndim > 1:
+        raise TaskError(
+            f"task= must hold integer ids of shape (rows,) or float weights of shape (rows, {len(tasks)}), "
+            f"not {values.dtype} of shape {tuple(values.shape)}."
+        )
+    ids = values.long().expand(rows) if values.ndim == 0 else values.long()
+    _check_rows(len(ids), rows)
+    for task_id in ids.tolist():
+        if not 0 <= task_id < len(tasks):
+            raise TaskError(f"Task id {task_id} is outside 0 to {len(tasks) - 1}; the tasks are {tasks}.")
+    return Assignment(ids)
+
+
+def _parse_weights(weights: Tensor, tasks: list[str], rows: int) -> Assignment:
+    if weights.shape[1] != len(tasks):
+        raise TaskError(f"task= has weights for {weights.shape[1]} tasks, but there are {len(tasks)}: {tasks}.")
+    _check_rows(len(weights), rows)
+    valid = (weights >= 0).all(1) & ((weights.sum(1) - 1).abs() < 1e-3)
+    if not valid.all():
+        row = int((~valid).nonzero()[0])
+        raise TaskError(f"Mixing weights must be non-negative and sum to 1; row {row} is {weights[row].tolist()}.")
+    return Assignment(weights.argmax(1), weights)
+
+
+def _check_rows(given: int, rows: int) -> None:
+    if given != rows:
+        raise TaskError(f"task= has {given} entries, but the batch has {rows} rows.")

@@ -1,0 +1,151 @@
+"""One call on several experts: split, run each group on its expert, join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from ..recovery import RecoveryModule
+from .assignment import Assignment, Group
+from .batching import NOT_ROWS, TEXT_INPUTS, Joiner, Splitter, count_rows
+from .experts import ExpertCache, copy_with, recover_tensors, tensor_bytes
+
+GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())
+
+
+@dataclass
+class ExpertRunner:
+    """What a routed call needs to know of a `RetexModel`."""
+
+    model: nn.Module
+    library: ModuleType
+    recovery: RecoveryModule
+    tasks: list[str]
+    heads: Mapping[str, Mapping[str, Tensor]]
+    labels: Mapping[str, dict[str, Any]]
+    cache: ExpertCache
+
+    def num_labels(self, task_id: int) -> int | None:
+        """Width of a task's own classification head."""
+        labels = self.labels.get(self.tasks[task_id])
+        return None if labels is None else len(labels["id2label"])
+
+    def expert(self, group: Group, recovered: bool = True) -> nn.Module:
+        """The expert of a group; with `recovered=False` the merged body under the task's head."""
+        make = lambda: self._make(group, recovered)  # noqa: E731
+        # Mixtures are endless; only pure tasks are worth keeping.
+        expert = make()[0] if group.weights is not None else self.cache.get((group.task_id, recovered), make)
+        if expert.training != self.model.training:
+            expert.train(self.model.training)
+        if hasattr(self.model, "generation_config"):
+            expert.generation_config = self.model.generation_config
+        return expert
+
+    def _make(self, group: Group, recovered: bool) -> tuple[nn.Module, int]:
+        task = self.tasks[group.task_id]
+        tensors = dict(self.heads.get(task, {}))
+        own = 0
+        if recovered:
+            weights = group.weights
+            if weights is None:
+                weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), len(self.tasks)).float()
+            device = self.recovery.task_embedding.device
+            tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
+            own = tensor_bytes(tensors)
+        expert = copy_with(self.model, tensors)
+        if task in self.labels:
+            self.library.set_labels(expert, self.labels[task])
+        return expert, own
+
+    def count_rows(self, kwargs: Mapping[str, Any]) -> int:
+        return count_rows(kwargs, self.library.row_inputs(self.model))
+
+    def run(self, method: str, kwargs: dict[str, Any], assignment: Assignment, *, recovered: bool, widen: bool) -> Any:
+        """Call `method` on every group's expert and join the outputs.
+
+        `widen` pads classification logits to the widest head: a routed call has one shape whatever its rows are.
+        """
+        groups = assignment.groups()
+        splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
+        splitter.check(kwargs, len(groups))
+        kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model)
+        outputs = []
+        for group in groups:
+            part = kwargs if len(groups) == 1 else splitter.take(kwargs, group.rows)
+            output = getattr(self.expert(group, recovered), method)(**part)
+            outputs.append(self._widened(output, group.task_id) if widen else output)
+        output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, assignment, groups).join(outputs)
+        return output.to_tuple() if as_tuple else output
+
+    def _whole(self, method: str, kwargs: Mapping[str, Any]) -> frozenset[str]:
+        whole = NOT_ROWS | (GENERATION_OPTIONS if method == "generate" else frozenset())
+        images = self.library.row_inputs(self.model)[:2]
+        if self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images):
+            whole |= TEXT_INPUTS
+        return whole
+
+    def _widened(self, output: Any, task_id: int) -> Any:
+        width = self.num_labels(task_id)
+        if width is None or not isinstance(output, ModelOutput) or output.get("logits") is None:
+            return output
+        widest = max(self.num_labels(index) or 0 for index in range(len(self.tasks)))
+        if output.logits.shape[-1] == width < widest:
+            output["logits"] = torch.nn.functional.pad(output.logits, (0, widest - width), value=float("-inf"))
+        return output
+
+    def _joiner(self, method: str, kwargs: Mapping[str, Any], assignment: Assignment, groups: list[Group]) -> Joiner:
+        rows = [group.rows for group in groups]
+        option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        pad = option("pad_token_id")
+        if pad is None:
+            eos = option("eos_token_id")
+            pad = eos[0] if isinstance(eos, (list, tuple)) else eos
+        return Joiner(
+            rows=len(assignment.task_ids),
+            groups=rows,
+            loss_weights=_loss_weights(kwargs.get("labels"), rows, shifted="ForCausalLM" in type(self.model).__name__),
+            sum_losses=kwargs.get("num_items_in_batch") is not None,
+            pad_token_id=int(pad or 0),
+            num_beams=option("num_beams") or 1,
+            dual_encoder=self.library.is_dual_encoder(self.model),
+            tuple_fields=self.library.tuple_fields(method),
+        )
+
+
+def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tuple[dict[str, Any], bool]:
+    """transformers' tuples do not say what is what: ask for named fields, and make the tuple at the end."""
+    if method != "forward" or not hasattr(model, "config"):
+        return kwargs, False
+    wanted = kwargs.get("return_dict")
+    as_tuple = wanted is False or (wanted is None and getattr(model.config, "return_dict", True) is False)
+    return ({**kwargs, "return_dict": True}, True) if as_tuple else (kwargs, False)
+
+
+def _generation_options(kwargs: Mapping[str, Any], default: Any) -> Callable[[str], Any]:
+    """Look up a generation option where `generate` does: the call, the configuration given, the model's own."""
+
+    def option(name: str) -> Any:
+        places = (
+            kwargs.get(name),
+            getattr(kwargs.get("generation_config"), name, None),
+            getattr(default, name, None),
+        )
+        return next((value for value in places if value is not None), None)
+
+    return option
+
+
+def _loss_weights(labels: Any, groups: list[Tensor], shifted: bool) -> list[float]:
+    """How many labels count in each group's mean loss: all that are not -100 (without the first token where the model
+    predicts the next one)."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return [float(len(group)) for group in groups]
+    counted = (labels[:, 1:] if shifted else labels) != -100
+    return [float(counted[group.to(labels.device)].sum()) for group in groups]

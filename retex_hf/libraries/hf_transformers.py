@@ -1,0 +1,184 @@
+"""What is particular to transformers: loading, saving, names in files, heads and labels, where features come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from copy import copy, deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ..checkpoints.sources import MemorySource, Source, TensorInfo
+from ..errors import CheckpointError
+
+NAME = "transformers"
+# Classes whose outer layer belongs to the task, not to the language or the image.
+TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
+# For the few such classes that do not nest their backbone under `base_model_prefix`.
+HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
+
+
+def owns(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel)
+
+
+def architecture(folder: Path) -> str:
+    """The class name that a folder's `config.json` asks for."""
+    names = _read_config(folder).get("architectures") or []
+    return names[0] if names else "AutoModel"
+
+
+def load(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    """Load a folder with the class it was saved from."""
+    name = architecture(folder)
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which transformers does not have.")
+    return cls.from_pretrained(folder, **kwargs).eval()
+
+
+def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> None:
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def head_names(model: PreTrainedModel, names: list[str]) -> set[str]:
+    """Parameters of the head module of a classification or question-answering class; empty for other classes."""
+    if not TASK_CLASS.search(type(model).__name__):
+        return set()
+    if model.base_model is not model:
+        return {name for name in names if not name.startswith(model.base_model_prefix + ".")}
+    return {name for name in names if name.startswith(tuple(f"{module}." for module in HEAD_MODULES))}
+
+
+def align(
+    model: PreTrainedModel, source: Source
+) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
+    """Map a source's tensors to the model's names as `from_pretrained` would (prefixes, legacy names, fused experts).
+
+    Returns `{model name: (info, read)}` and the source's names that the model does not have. Conversions are planned on
+    meta tensors, so no tensor is read before it is asked for.
+    """
+    known = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    aligned: dict[str, tuple[TensorInfo, Callable[[], Tensor]]] = {}
+    fused: dict[str, list[tuple[str, str]]] = {}
+    unexpected = []
+    for key in sorted(source.infos, key=dot_natural_key):
+        # A module in memory has the model's own names already; a file may hold the original ones.
+        if isinstance(source, MemorySource) and key in known:
+            name, pattern = key, None
+        else:
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            if name not in known:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
+        if name not in known:
+            unexpected.append(key)
+        elif pattern is None:
+            aligned[name] = (source.infos[key], partial(source.read, key))
+        else:
+            fused.setdefault(name, []).append((key, pattern))
+
+    for first_name, parts in fused.items():
+        convert = partial(_convert, model, by_pattern[parts[0][1]], first_name, parts)
+        planned = convert(
+            lambda key: torch.empty(source.infos[key].shape, dtype=source.infos[key].dtype, device="meta")
+        )
+        for name, tensor in planned.items():
+            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            aligned[name] = (info, lambda name=name, convert=convert: convert(source.read)[name])
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return aligned, [key for key in unexpected if not any(pattern.search(key) for pattern in ignored)]
+
+
+def _convert(
+    model: PreTrainedModel,
+    converter: WeightConverter,
+    first_name: str,
+    parts: list[tuple[str, str]],
+    read: Callable[[str], Tensor],
+) -> dict[str, Tensor]:
+    converter = deepcopy(converter)
+    for key, pattern in parts:
+        converter.add_tensor(first_name, key, pattern, partial(read, key))
+    converted = converter.convert(first_name, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def labels_of(source: Source) -> dict[str, Any]:
+    """What a checkpoint's config says of its head."""
+    if source.folder is not None:
+        config = _read_config(source.folder)
+    elif owns(source.model):
+        config = source.model.config.to_dict()
+    else:
+        return {}
+    labels = {key: config[key] for key in ("id2label", "problem_type") if config.get(key) is not None}
+    if "id2label" in labels:
+        labels["id2label"] = {str(key): str(value) for key, value in labels["id2label"].items()}
+    return labels
+
+
+def num_labels(model: PreTrainedModel) -> int | None:
+    """Output width of the model's head, for classes that have one."""
+    return getattr(model, "num_labels", None) if TASK_CLASS.search(type(model).__name__) else None
+
+
+def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
+    """Give a model the label names and the problem type of a task; the loss functions read them from here."""
+    model.config = copy(model.config)
+    model.config.id2label = {int(key): value for key, value in labels["id2label"].items()}
+    model.config.label2id = {value: key for key, value in model.config.id2label.items()}
+    model.config.problem_type = labels.get("problem_type")
+    model.num_labels = len(model.config.id2label)
+
+
+def is_dual_encoder(model: PreTrainedModel) -> bool:
+    """Whether images (or sounds) and texts are encoded apart, so that their rows need not correspond."""
+    return hasattr(model, "logit_scale") and hasattr(model, "get_text_features")
+
+
+def feature_root(model: PreTrainedModel) -> nn.Module:
+    """The module that turns inputs into features: the image side of a dual encoder, the encoder of an
+    encoder-decoder, else the whole model."""
+    if is_dual_encoder(model):
+        return next(
+            getattr(model, name) for name in ("vision_model", "vision_tower", "audio_model") if hasattr(model, name)
+        )
+    return model.get_encoder() if model.config.is_encoder_decoder else model
+
+
+def row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of inputs that say how many rows a batch has, first match wins."""
+    first = ("pixel_values", "input_features") if is_dual_encoder(model) else (model.main_input_name,)
+    return (*first, "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "inputs")
+
+
+def tuple_fields(method: str) -> tuple[str, ...]:
+    """transformers outputs carry their field names."""
+    return ()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None

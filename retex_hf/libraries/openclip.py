@@ -1,0 +1,138 @@
+"""What is particular to OpenCLIP: loading, saving, names in files, where features come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.coca_model import CoCa
+from open_clip.model import CLIP, CustomTextCLIP
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..checkpoints.sources import Source, TensorInfo
+from ..errors import CheckpointError
+
+NAME = "open_clip"
+CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
+# Where we keep what an OpenCLIP model does not: the dict of its own `open_clip_config.json`.
+CONFIG_ATTRIBUTE = "open_clip_config"
+
+
+def owns(model: nn.Module) -> bool:
+    return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
+
+
+def load(folder: Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> nn.Module:
+    """Load an OpenCLIP folder, and remember its configuration."""
+    config = read_config(folder)
+    try:
+        model = open_clip.create_model(f"local-dir:{folder}", device=device_map or "cpu").eval()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {str(error).splitlines()[0]}") from None
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    return model if dtype is None else model.to(dtype)
+
+
+def describe(
+    model: nn.Module,
+    model_config: str | dict[str, Any] | None,
+    folder: Path | None,
+    sibling: nn.Module | None,
+) -> None:
+    """Make sure a model carries its configuration, which OpenCLIP itself does not keep.
+
+    Taken from `model_config` (an architecture name or its dict), else from the model itself (if `load` made it), else
+    from `folder` or a `sibling` of the same architecture.
+    """
+    if model_config is None:
+        if hasattr(model, CONFIG_ATTRIBUTE):
+            return
+        if folder is not None and (folder / CONFIG_FILE).is_file():
+            setattr(model, CONFIG_ATTRIBUTE, read_config(folder))
+        elif hasattr(sibling, CONFIG_ATTRIBUTE):
+            setattr(model, CONFIG_ATTRIBUTE, getattr(sibling, CONFIG_ATTRIBUTE))
+        else:
+            raise CheckpointError(
+                "An OpenCLIP module does not know its own configuration: "
+                'pass model_config="ViT-B-32" (its architecture name, or the dict) to from_experts.'
+            )
+        return
+    config = open_clip.get_model_config(model_config) if isinstance(model_config, str) else deepcopy(model_config)
+    if config is None:
+        raise CheckpointError(f"OpenCLIP has no architecture named {model_config!r}.")
+    preprocess = dict(getattr(model.visual, "preprocess_cfg", {}))
+    for key, attribute in (("mean", "image_mean"), ("std", "image_std")):
+        if getattr(model.visual, attribute, None) is not None:
+            preprocess.setdefault(key, list(getattr(model.visual, attribute)))
+    setattr(model, CONFIG_ATTRIBUTE, {"model_cfg": config, "preprocess_cfg": preprocess})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+
+
+def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+    """Write the two files that `open_clip.create_model("local-dir:...")` reads. It reads one weight file only, so
+    `max_shard_size` does not apply."""
+    text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def head_names(model: nn.Module, names: list[str]) -> set[str]:
+    """OpenCLIP models classify by text; they have no task heads."""
+    return set()
+
+
+def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
+    """Map a source's tensors to the model's names: training checkpoints prefix them with `module.`."""
+    known = model.state_dict()
+    aligned, unexpected = {}, []
+    for key, info in source.infos.items():
+        name = key.removeprefix("module.")
+        if name in known:
+            aligned[name] = (info, partial(source.read, key))
+        elif not name.endswith("embeddings.position_ids"):  # a constant that older text towers saved
+            unexpected.append(key)
+    return aligned, unexpected
+
+
+def labels_of(source: Source) -> dict[str, Any]:
+    return {}
+
+
+def num_labels(model: nn.Module) -> int | None:
+    return None
+
+
+def is_dual_encoder(model: nn.Module) -> bool:
+    """CoCa's captions belong to their images; in the other classes images and texts are encoded apart."""
+    return not isinstance(model, CoCa)
+
+
+def feature_root(model: nn.Module) -> nn.Module:
+    return model.visual
+
+
+def row_inputs(model: nn.Module) -> tuple[str, ...]:
+    return ("image", "images", "text")
+
+
+def tuple_fields(method: str) -> tuple[str, ...]:
+    """Names of the values that a method returns as a tuple."""
+    return {
+        "forward": ("image_features", "text_features", "logit_scale", "logit_bias"),
+        "get_logits": ("image_logits", "text_logits"),
+    }.get(method, ())

@@ -1,0 +1,488 @@
+"""`RetexModel`: the merged model, its recovery and its signatures behind one model's interface."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.utils import ModelOutput
+
+from . import artifact
+from .build import build
+from .checkpoints import download
+from .config import CONFIG_NAME, RetexConfig
+from .errors import ArtifactError, CheckpointError, ConfigError, InputError, RetexError, TaskError
+from .execution import Assignment, ExpertCache, ExpertRunner, Group, copy_with, parse_task, task_index
+from .libraries import library_of
+from .parts import RetexParts
+from .routing import (
+    FeatureExtractor,
+    Routing,
+    Signatures,
+    decide,
+    held_out_accuracy,
+    resolve_feature_layers,
+    shallowest_good,
+)
+
+# Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
+ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
+TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_features)$")
+LABEL_NAMES = ("labels", "label", "label_ids")
+
+# Models whose recovery is switched off in the current context. Not an attribute of the model: one thread's
+# `disable_adapter()` must not reach into another's call.
+_disabled: ContextVar[frozenset[int]] = ContextVar("retex_disabled", default=frozenset())
+
+
+class RoutedTuple(tuple):
+    """A tuple output that carries its `routing`."""
+
+    routing: Routing | None = None
+
+
+class RoutedDict(dict):
+    """A dict output that carries its `routing`."""
+
+    routing: Routing | None = None
+
+
+class RetexModel(nn.Module):
+    """One merged model that recovers the right expert for every row of a batch.
+
+    Build it with [`from_experts`], teach it to tell tasks apart with [`fit_signatures`], keep it with
+    [`save_pretrained`]; [`from_pretrained`] brings it back. `forward`, `generate`, `encode_image`, `get_image_features`
+    and the like are those of the wrapped model, with one more argument: `task`, a task name, one name or id per row,
+    or a (rows, tasks) tensor of mixing weights. Without it, each row's task is identified from the row itself. What was
+    decided travels on the output as `output.routing`.
+
+    As in PEFT, `model.config` is the wrapped model's configuration; ours is `model.retex_config`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from retex_hf import RetexConfig, RetexModel
+        >>> config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> base = BertModel(config)
+        >>> experts = {}
+        >>> for task in ("a", "b"):
+        ...     experts[task] = {name: weight + 0.01 * torch.randn(weight.shape) for name, weight in base.state_dict().items()}
+        >>> model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), progress=False)
+        >>> ids = torch.randint(32, (3, 5))
+        >>> model(input_ids=ids, task=["a", "b", "a"]).routing.tasks
+        ['a', 'b', 'a']
+    """
+
+    def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB") -> None:
+        super().__init__()
+        self.retex_config = parts.config
+        self.model = parts.model
+        self.recovery = parts.recovery
+        self.heads = TensorBank(parts.heads)
+        self.pretrained = TensorBank({"base": parts.pretrained})
+        self.signatures = parts.signatures
+        self.recovery_errors = parts.errors
+        self._side_folder = parts.side_folder
+        self._active_task: str | None = None
+        self._cache = ExpertCache(_parse_size(expert_cache))
+        self.eval()
+
+    # ---- build, save, load -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_experts(
+        cls,
+        base: Any,
+        experts: Mapping[str, Any],
+        config: RetexConfig | None = None,
+        *,
+        solver: str = "closed_form",
+        model_config: str | dict[str, Any] | None = None,
+        check_base: bool = True,
+        expert_cache: str | int = "2GB",
+        token: str | None = None,
+        cache_dir: str | None = None,
+        progress: bool = True,
+    ) -> RetexModel:
+        """Merge experts and solve for the recovery of each.
+
+        Args:
+            base: The pre-trained model the experts were fine-tuned from.
+            experts: `{task name: expert}`. Base and experts may each be a transformers or OpenCLIP folder, a Hub id
+                (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight file, a module or a
+                state dict. Tensors are read one at a time; files are memory-mapped.
+            config: Defaults to `RetexConfig()`.
+            solver: `"closed_form"`, the exact optimum.
+            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict.
+            check_base: Refuse experts that do not descend from the base.
+            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            token: Hub token.
+            cache_dir: Hub cache.
+            progress: Show a progress bar.
+        """
+        if solver != "closed_form":
+            raise ConfigError(f'solver must be "closed_form", not {solver!r}.')
+        parts = build(
+            base,
+            experts,
+            config or RetexConfig(),
+            model_config=model_config,
+            check_base=check_base,
+            token=token,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+        return cls(parts, expert_cache=expert_cache)
+
+    def save_pretrained(
+        self, save_directory: str | Path, *, max_shard_size: str | int = "5GB", is_main_process: bool = True
+    ) -> None:
+        """Save to a folder that is also a plain checkpoint of the merged model.
+
+        Written beside the target and moved into place: a failure leaves the previous folder as it was. Files in the
+        folder that are not part of the artifact are kept.
+        """
+        if not is_main_process:
+            return
+        parts = RetexParts(
+            config=self.retex_config,
+            model=self.model,
+            recovery=self.recovery,
+            heads=self.heads.as_dict(self.tasks),
+            errors=self.recovery_errors,
+            signatures=self.signatures,
+            pretrained=self.pretrained.as_dict(["base"])["base"],
+            side_folder=self._side_folder,
+        )
+        artifact.write(parts, Path(save_directory), max_shard_size)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+        token: str | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | None = None,
+        is_trainable: bool = False,
+        expert_cache: str | int = "2GB",
+    ) -> RetexModel:
+        """Load a saved model from a folder or the Hub, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: A folder written by `save_pretrained`, or a Hub id.
+            revision: Branch, tag or commit on the Hub.
+            cache_dir: Hub cache.
+            token: Hub token.
+            local_files_only: Do not contact the Hub.
+            dtype: Cast the merged model (and the experts recovered from it) to this dtype.
+            is_trainable: Let the recovery module require gradients.
+            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+        """
+        folder = Path(pretrained_model_name_or_path)
+        if not folder.is_dir():
+            if isinstance(pretrained_model_name_or_path, Path) or str(folder).startswith(("/", ".", "~")):
+                raise ArtifactError(f"{folder} does not exist.")
+            options = {"revision": revision, "cache_dir": cache_dir, "token": token}
+            try:
+                folder = download(
+                    str(pretrained_model_name_or_path),
+                    "from_pretrained",
+                    local_files_only=local_files_only,
+                    **options,
+                )
+            except CheckpointError as error:
+                raise ArtifactError(str(error)) from None
+        if not (folder / CONFIG_NAME).is_file():
+            raise ArtifactError(f"{folder} is not a ReTeX artifact: it has no {CONFIG_NAME}.")
+        load_options = {} if dtype is None else {"dtype": dtype}
+        model = cls(artifact.read(folder, **load_options), expert_cache=expert_cache)
+        model.recovery.requires_grad_(is_trainable)
+        return model
+
+    # ---- identification ----------------------------------------------------------------------------------------------
+
+    def fit_signatures(self, references: Mapping[str, Iterable[Any]], *, progress: bool = True) -> dict[str, float]:
+        """Learn to tell tasks apart from a few unlabelled inputs of each.
+
+        Args:
+            references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or
+                a bare tensor, the model's main input. The first `num_reference` rows of each task are used.
+            progress: Show a progress bar.
+
+        Returns:
+            Held-out identification accuracy on the references, per candidate layer.
+        """
+        for task in references:
+            task_index(task, self.tasks)
+        missing = [task for task in self.tasks if task not in references]
+        if missing:
+            raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
+        layers = resolve_feature_layers(self.model, self.retex_config)
+        extractor = self._extractor(layers)
+        features: dict[str, list[Tensor]] = {layer: [] for layer in layers}
+        for task in tqdm(self.tasks, desc="Reading reference inputs", unit="task", disable=not progress):
+            collected = self._reference_features(extractor, task, references[task])
+            for layer in layers:
+                features[layer].append(collected[layer])
+        rank = self.retex_config.signature_rank
+        accuracies = {layer: held_out_accuracy(features[layer], rank) for layer in layers}
+        layer = layers[shallowest_good(list(accuracies.values()))]
+        self.signatures = Signatures.fit(features[layer], rank, layer)
+        self._cache.clear()
+        return accuracies
+
+    def _reference_features(self, extractor: FeatureExtractor, task: str, batches: Iterable[Any]) -> dict[str, Tensor]:
+        wanted = self.retex_config.num_reference
+        parts: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
+        rows = 0
+        for batch in [batches] if isinstance(batches, (Mapping, Tensor)) else batches:
+            inputs = {name: value for name, value in self._as_kwargs(batch).items() if name not in LABEL_NAMES}
+            for layer, features in extractor(inputs).items():
+                parts[layer].append(features.cpu())
+            rows += len(parts[extractor.layers[0]][-1])
+            if rows >= wanted:
+                break
+        if rows == 0:
+            raise InputError(f"Task {task!r} has no reference inputs.")
+        return {layer: torch.cat(pieces)[:wanted] for layer, pieces in parts.items()}
+
+    def _as_kwargs(self, batch: Any) -> dict[str, Any]:
+        if isinstance(batch, Tensor):
+            return {library_of(self.model).row_inputs(self.model)[0]: batch}
+        if not isinstance(batch, Mapping):
+            raise InputError(f"A batch must be a dict of keyword arguments or a tensor, not a {type(batch).__name__}.")
+        return dict(batch)
+
+    def _extractor(self, layers: list[str]) -> FeatureExtractor:
+        pretrained = self.pretrained.as_dict(["base"])["base"]
+        model = copy_with(self.model, pretrained).eval()
+        return FeatureExtractor(model, layers, self.retex_config.feature_pooling)
+
+    def identify(self, *args: Any, **inputs: Any) -> Routing:
+        """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
+        return self._identify(self._bind("forward", args, inputs))
+
+    def _identify(self, inputs: Mapping[str, Any]) -> Routing:
+        signatures = self.signatures
+        if signatures is None:
+            raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
+        layer = signatures.feature_layer
+        extractor = self._cache.get("features", lambda: (self._extractor([layer]), 0))
+        features = extractor(inputs)[layer]
+        residuals = signatures.to(features.device).residuals(features)
+        return decide(residuals, self.tasks, self.retex_config.routing, self.retex_config.temperature)
+
+    # ---- use ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, task: Any = None, **kwargs: Any) -> Any:
+        """The wrapped model's `forward`, every row on its own expert."""
+        return self._routed("forward", args, kwargs, task)
+
+    def predict(self, *args: Any, task: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
+        """For classifiers: the task, the label and its score, for every row."""
+        output = self.forward(*args, task=task, **kwargs)
+        labels = self.retex_config.labels
+        if not labels or not isinstance(output, ModelOutput) or output.get("logits") is None:
+            raise RetexError(f"predict is for classifiers; {type(self.model).__name__} has no classification head.")
+        predictions = []
+        for name, logits in zip(output.routing.tasks, output.logits.float(), strict=True):
+            described = labels[name]
+            logits = logits[: len(described["id2label"])]
+            kind = described.get("problem_type")
+            if kind == "regression" or (kind is None and len(logits) == 1):
+                scores = logits
+            else:
+                scores = logits.sigmoid() if kind == "multi_label_classification" else logits.softmax(0)
+            best = int(scores.argmax())
+            predictions.append({"task": name, "label": described["id2label"][str(best)], "score": float(scores[best])})
+        return predictions
+
+    def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
+        kwargs = self._bind(method, args, kwargs)
+        recovered = id(self) not in _disabled.get()
+        task = self._active_task if task is None and recovered else task
+        if task is None and not recovered:
+            return getattr(self.model, method)(**kwargs)
+        runner = self._runner()
+        if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
+            self._require_shared_text_tower(method)
+            return getattr(self.model, method)(**kwargs)
+        rows = runner.count_rows(kwargs)
+        if task is None:
+            routing = self._identify(kwargs)
+            assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
+        else:
+            assignment = parse_task(task, self.tasks, rows)
+            names = [self.tasks[index] for index in assignment.task_ids.tolist()]
+            routing = Routing(assignment.task_ids, names, assignment.weights)
+        if self.retex_config.labels:
+            routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
+        if rows == 0:
+            raise InputError("The batch has no rows.")
+        # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
+        output = runner.run(method, kwargs, assignment, recovered=recovered, widen=not isinstance(task, str))
+        return _attach(output, routing)
+
+    def _require_shared_text_tower(self, method: str) -> None:
+        root = library_of(self.model).feature_root(self.model)
+        seen = {id(tensor) for tensor in root.state_dict(keep_vars=True).values()}
+        tensors = self.model.state_dict(keep_vars=True)
+        own = [
+            n
+            for n in self.recovery
+            if id(tensors[n]) not in seen and re.search(r"text|token|^transformer|^ln_|^posit", n)
+        ]
+        if own:
+            raise TaskError(
+                f"{method} cannot tell the task from a text, and the experts differ in their text tower ({own[0]!r}): "
+                "name the task with task=."
+            )
+
+    def _bind(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Positional arguments under their names."""
+        if not args:
+            return kwargs
+        names = list(inspect.signature(getattr(self.model, method)).parameters)
+        if len(args) > len(names):
+            raise InputError(f"{method} takes at most {len(names)} positional arguments, not {len(args)}.")
+        for name in names[: len(args)]:
+            if name in kwargs:
+                raise InputError(f"{method} got {name!r} twice.")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _runner(self) -> ExpertRunner:
+        return ExpertRunner(
+            model=self.model,
+            library=library_of(self.model),
+            recovery=self.recovery,
+            tasks=self.tasks,
+            heads=self.heads.as_dict(self.tasks),
+            labels=self.retex_config.labels,
+            cache=self._cache,
+        )
+
+    # ---- PEFT's verbs ------------------------------------------------------------------------------------------------
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks, in the order of their ids."""
+        return self.retex_config.tasks
+
+    @property
+    def active_adapter(self) -> str | None:
+        """The task that calls without `task=` use, or None while they are routed."""
+        return self._active_task
+
+    def set_adapter(self, task: str | None) -> None:
+        """Pin one task for all calls that do not name one; None goes back to routing."""
+        if task is not None:
+            task_index(task, self.tasks)
+        self._active_task = task
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Within this context the model is the plain merged model; `task=` still selects the head of a task."""
+        token = _disabled.set(_disabled.get() | {id(self)})
+        try:
+            yield
+        finally:
+            _disabled.reset(token)
+
+    def get_base_model(self) -> nn.Module:
+        """The wrapped (merged) model."""
+        return self.model
+
+    def recover(self, task: str) -> dict[str, Tensor]:
+        """The state dict of a recovered expert, under the wrapped model's names."""
+        return {name: tensor.clone() for name, tensor in self._expert(task).state_dict().items()}
+
+    def merge_and_unload(self, task: str | None = None) -> nn.Module:
+        """A recovered expert as a plain model of the wrapped class, independent of this one."""
+        task = task or self._active_task
+        if task is None:
+            raise TaskError(f"merge_and_unload needs a task; the tasks are {self.tasks}.")
+        return deepcopy(self._expert(task))
+
+    def _expert(self, task: str) -> nn.Module:
+        return self._runner().expert(Group(task_index(task, self.tasks), torch.arange(0)))
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trainable and of all parameters."""
+        counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(n for n, trainable in counts if trainable), sum(n for n, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trainable, as PEFT does."""
+        trainable, total = self.get_nb_trainable_parameters()
+        print(
+            f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
+        )
+
+    # ---- nn.Module ---------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn, recurse: bool = True):
+        self._cache.clear()
+        return super()._apply(fn, recurse)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":  # not set yet: looking further would recurse
+                raise
+        value = getattr(self.model, name)
+        if ENTRY_POINT.match(name) and callable(value):
+            return partial(self._entry_point, name)
+        return value
+
+    def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
+        return self._routed(method, args, kwargs, task)
+
+
+class TensorBank(nn.Module):
+    """Named groups of tensors that move with the model: `{group: {name: tensor}}`."""
+
+    def __init__(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().__init__()
+        self._names: dict[tuple[str, str], str] = {}
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                key = f"tensor_{len(self._names)}"  # buffer names may not hold dots
+                self._names[group, name] = key
+                self.register_buffer(key, tensor, persistent=False)
+
+    def as_dict(self, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        result: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
+        for (group, name), key in self._names.items():
+            result[group][name] = self._buffers[key]
+        return result
+
+
+def _attach(output: Any, routing: Routing) -> Any:
+    if type(output) is tuple:
+        output = RoutedTuple(output)
+    elif type(output) is dict:
+        output = RoutedDict(output)
+    output.routing = routing
+    return output
+
+
+def _parse_size(size: str | int) -> int:
+    try:
+        return convert_file_size_to_int(size)
+    except ValueError:
+        raise ConfigError(f'expert_cache must be a number of bytes or a size such as "2GB", not {size!r}.') from None

@@ -1,0 +1,30 @@
+"""What a `RetexModel` is made of: a build produces it, a folder on disk holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from .config import RetexConfig
+from .recovery import RecoveryModule
+from .routing import Signatures
+
+
+@dataclass
+class RetexParts:
+    """The merged model and all that recovers and identifies its experts.
+
+    `heads` are the tensors each task keeps whole; `errors` the relative recovery error of each parameter; `pretrained`
+    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie.
+    """
+
+    config: RetexConfig
+    model: nn.Module
+    recovery: RecoveryModule
+    heads: dict[str, dict[str, Tensor]]
+    errors: dict[str, float]
+    signatures: Signatures | None = None
+    pretrained: dict[str, Tensor] = field(default_factory=dict)
+    side_folder: Path | None = None

@@ -1,0 +1,171 @@
+"""Features that identify a task: one module's output, pooled to one vector per row, the pass stopped right there."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import RetexConfig
+from ..errors import ConfigError, InputError
+from ..libraries import library_of
+
+# Arguments of `forward` that say what to compute or return, not what the input is.
+NOT_INPUTS = frozenset(
+    {"labels", "past_key_values", "use_cache", "cache_params", "cache_position", "return_dict", "return_loss",
+     "logits_to_keep", "start_positions", "end_positions", "encoder_outputs"}
+)  # fmt: skip
+NOT_INPUT_PREFIXES = ("output_", "decoder_")
+
+
+class _FeaturesReady(Exception):
+    """Ends a forward pass once the last wanted module has answered; its message is for a pass that escapes us."""
+
+
+def feature_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks that features can be read from: the elements of the largest outermost block list."""
+    root = library_of(model).feature_root(model)
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    lists: list[tuple[int, list[str]]] = []
+    taken: list[str] = []
+    for name, module in root.named_modules():
+        if any(name.startswith(parent + ".") for parent in taken):
+            continue
+        if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            taken.append(name)
+            size = sum(parameter.numel() for parameter in module.parameters())
+            lists.append((size, [f"{name}.{child}" for child, _ in module.named_children()]))
+    # Stages that are plain attributes (OpenCLIP's ResNet: layer1 ... layer4) outweigh any one list inside the root.
+    stages = [name for name, module in root.named_children() if isinstance(module, nn.Sequential)]
+    if len(stages) > 1 and not any(isinstance(module, nn.ModuleList) for module in root.children()):
+        size = sum(parameter.numel() for stage in stages for parameter in root.get_submodule(stage).parameters())
+        lists.append((size, stages))
+    if not lists:
+        lists.append((0, [name for name, module in root.named_children() if any(True for _ in module.parameters())]))
+    blocks = max(lists)[1]
+    return [f"{prefix}.{block}" if prefix else block for block in blocks]
+
+
+def resolve_feature_layers(model: nn.Module, config: RetexConfig) -> list[str]:
+    """Module names that `feature_layer` stands for: one, or all candidates for "auto"."""
+    layer = config.feature_layer
+    if isinstance(layer, str) and layer != "auto":
+        if layer not in dict(model.named_modules()):
+            raise ConfigError(
+                f"RetexConfig.feature_layer: the model has no module {layer!r}; its blocks are {feature_blocks(model)}."
+            )
+        return [layer]
+    blocks = feature_blocks(model)
+    if layer == "auto":
+        return blocks
+    if not -len(blocks) <= layer < len(blocks):
+        raise ConfigError(f"RetexConfig.feature_layer: index {layer} is outside the model's {len(blocks)} blocks.")
+    return [blocks[layer]]
+
+
+class FeatureExtractor:
+    """Runs a model up to the last of the given modules and pools their outputs.
+
+    The model must be this extractor's own (a light copy of the merged model): its hooks stay in place, so that several
+    threads can use one extractor without adding and removing hooks under each other's feet.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[str], pooling: str) -> None:
+        self.model, self.layers, self.pooling = model, layers, pooling
+        self.root = library_of(model).feature_root(model)
+        self.accepted = [
+            name for name, parameter in inspect.signature(self.root.forward).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]  # fmt: skip
+        modules = dict(model.named_modules())
+        for layer in layers:
+            modules[layer].register_forward_hook(self._collect)
+
+    # One dict per pass, found by the thread that runs the pass.
+    def _collect(self, module: nn.Module, args: tuple, output: Any) -> None:
+        collected = _current.collected
+        collected[id(module)] = _first_tensor(output)
+        if len(collected) == len(self.layers):
+            raise _FeaturesReady("the forward pass was stopped at the feature layer")
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Pooled float32 features (rows, d) per layer."""
+        kwargs = self._select(inputs)
+        _current.collected = collected = {}
+        try:
+            self.root(**kwargs)
+        except _FeaturesReady:
+            pass
+        finally:
+            del _current.collected
+        modules = dict(self.model.named_modules())
+        features = {}
+        for layer in self.layers:
+            if id(modules[layer]) not in collected:
+                raise ConfigError(
+                    f"RetexConfig.feature_layer: module {layer!r} does not run when features are computed."
+                )
+            hidden = collected[id(modules[layer])]
+            features[layer] = pool(hidden, self._mask(kwargs, hidden), self.pooling).float()
+        return features
+
+    def _select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        main = "pixel_values" if "pixel_values" in self.accepted else self.accepted[0]
+        kwargs = {
+            name: value for name, value in inputs.items()
+            if name in self.accepted and value is not None
+            and name not in NOT_INPUTS and not name.startswith(NOT_INPUT_PREFIXES)
+        }  # fmt: skip
+        if not kwargs:
+            # OpenCLIP's towers and `generate(inputs)` name their input differently.
+            values = [
+                inputs[name] for name in ("image", "images", "inputs", "pixel_values") if inputs.get(name) is not None
+            ]
+            if not values:
+                raise InputError(
+                    f"The task cannot be identified from {sorted(inputs) or 'no inputs'}: "
+                    f"give {main!r}, or name the task with task=."
+                )
+            kwargs = {main: values[0]}
+        if "use_cache" in self.accepted:
+            kwargs["use_cache"] = False
+        return kwargs
+
+    def _mask(self, kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
+        mask = kwargs.get("attention_mask")
+        fits = isinstance(mask, Tensor) and hidden.ndim == 3 and mask.shape == hidden.shape[:2]
+        return mask if fits else None
+
+
+_current = threading.local()
+
+
+def _first_tensor(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    return output
+
+
+def pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """One vector per row: tokens (B, L, d) by `pooling` over unmasked positions, maps (B, C, H, W) by their mean."""
+    if hidden.ndim == 2:
+        return hidden
+    if hidden.ndim > 3:
+        return hidden.flatten(2).mean(2)
+    if mask is None:
+        return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[pooling]
+    mask = mask.to(hidden.device).bool()
+    if pooling == "mean":
+        weights = mask.unsqueeze(-1).to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    if pooling == "first":
+        index = positions.masked_fill(~mask, mask.shape[1] - 1).amin(1)
+    else:
+        index = positions.masked_fill(~mask, 0).amax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), index]

@@ -1,0 +1,71 @@
+"""Making experts and comparing outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TASKS = ["red", "green", "blue"]
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int, low_rank: bool = False, scale: float = 0.3) -> nn.Module:
+    """A copy of a model with every floating-point tensor moved a little (and every tied tensor once).
+
+    `low_rank` moves matrices by one direction only, so that the differences of all tasks have a small rank.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    expert = deepcopy(model)
+    seen = set()
+    for tensor in expert.state_dict(keep_vars=True).values():
+        if not tensor.is_floating_point() or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        size = scale * (tensor.std().item() if tensor.numel() > 1 else 0.1) + 1e-2
+        if low_rank and tensor.ndim > 1:
+            left = torch.randn(*tensor.shape[:-1], 1, generator=generator)
+            right = torch.randn(*([1] * (tensor.ndim - 1)), tensor.shape[-1], generator=generator)
+            if tensor.ndim == 4:  # a convolution is a matrix with one row per output channel
+                left = torch.randn(tensor.shape[0], 1, 1, 1, generator=generator)
+                right = torch.randn(1, *tensor.shape[1:], generator=generator)
+            noise = left * right
+        else:
+            noise = torch.randn(tensor.shape, generator=generator)
+        moved = tensor + size * noise
+        # Variances of batch normalisation stay positive.
+        tensor.copy_(moved.abs() if (tensor > 0).all() and tensor.ndim == 1 else moved)
+    return expert.eval()
+
+
+def make_experts(model: nn.Module, **kwargs: Any) -> dict[str, nn.Module]:
+    return {task: perturb(model, seed, **kwargs) for seed, task in enumerate(TASKS, start=1)}
+
+
+def leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of an output, with names."""
+    if isinstance(output, Tensor):
+        yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from leaves(value, f"{name}.{key}")
+    elif isinstance(output, (list, tuple)):
+        for index, value in enumerate(output):
+            yield from leaves(value, f"{name}[{index}]")
+
+
+def assert_same(actual: Any, expected: Any, exact: bool = False, **tolerances: float) -> None:
+    """Outputs agree tensor by tensor."""
+    actual_leaves, expected_leaves = dict(leaves(actual)), dict(leaves(expected))
+    assert actual_leaves.keys() == expected_leaves.keys()
+    assert actual_leaves
+    for name, tensor in actual_leaves.items():
+        if exact:
+            assert torch.equal(tensor, expected_leaves[name]), name
+        else:
+            torch.testing.assert_close(
+                tensor, expected_leaves[name], msg=lambda text, n=name: f"{n}: {text}", **tolerances
+            )
