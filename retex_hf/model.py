@@ -23,7 +23,7 @@ from .build import build
 from .checkpoints import download
 from .config import CONFIG_NAME, RetexConfig
 from .errors import ArtifactError, CheckpointError, ConfigError, InputError, RetexError, TaskError
-from .execution import Assignment, ExpertCache, ExpertRunner, Group, copy_with, parse_task, task_index
+from .execution import Assignment, ExpertCache, ExpertRunner, Group, call_method, copy_with, parse_task, task_index
 from .libraries import library_of
 from .parts import RetexParts
 from .routing import (
@@ -77,7 +77,8 @@ class RetexModel(nn.Module):
         >>> base = BertModel(config)
         >>> experts = {}
         >>> for task in ("a", "b"):
-        ...     experts[task] = {name: weight + 0.01 * torch.randn(weight.shape) for name, weight in base.state_dict().items()}
+        ...     noise = {name: 0.01 * torch.randn(weight.shape) for name, weight in base.state_dict().items()}
+        ...     experts[task] = {name: weight + noise[name] for name, weight in base.state_dict().items()}
         >>> model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), progress=False)
         >>> ids = torch.randint(32, (3, 5))
         >>> model(input_ids=ids, task=["a", "b", "a"]).routing.tasks
@@ -316,11 +317,11 @@ class RetexModel(nn.Module):
         recovered = id(self) not in _disabled.get()
         task = self._active_task if task is None and recovered else task
         if task is None and not recovered:
-            return getattr(self.model, method)(**kwargs)
+            return call_method(self.model, method, kwargs)
         runner = self._runner()
         if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
             self._require_shared_text_tower(method)
-            return getattr(self.model, method)(**kwargs)
+            return call_method(self.model, method, kwargs)
         rows = runner.count_rows(kwargs)
         if task is None:
             routing = self._identify(kwargs)
@@ -403,7 +404,7 @@ class RetexModel(nn.Module):
             _disabled.reset(token)
 
     def get_base_model(self) -> nn.Module:
-        """The wrapped (merged) model."""
+        """The wrapped (merged) model. Hooks registered on it act on the experts that are recovered afterwards."""
         return self.model
 
     def recover(self, task: str) -> dict[str, Tensor]:

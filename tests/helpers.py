@@ -16,23 +16,24 @@ TASKS = ["red", "green", "blue"]
 def perturb(model: nn.Module, seed: int, low_rank: bool = False, scale: float = 0.3) -> nn.Module:
     """A copy of a model with every floating-point tensor moved a little (and every tied tensor once).
 
-    `low_rank` moves matrices by one direction only, so that the differences of all tasks have a small rank.
+    `low_rank` moves matrices within a few directions that all seeds share, so that the stacked differences have a small
+    rank: at most 3, and at most half of the smaller side.
     """
     generator = torch.Generator().manual_seed(seed)
     expert = deepcopy(model)
     seen = set()
-    for tensor in expert.state_dict(keep_vars=True).values():
+    for index, (name, tensor) in enumerate(expert.state_dict(keep_vars=True).items()):
         if not tensor.is_floating_point() or id(tensor) in seen:
             continue
         seen.add(id(tensor))
         size = scale * (tensor.std().item() if tensor.numel() > 1 else 0.1) + 1e-2
-        if low_rank and tensor.ndim > 1:
-            left = torch.randn(*tensor.shape[:-1], 1, generator=generator)
-            right = torch.randn(*([1] * (tensor.ndim - 1)), tensor.shape[-1], generator=generator)
-            if tensor.ndim == 4:  # a convolution is a matrix with one row per output channel
-                left = torch.randn(tensor.shape[0], 1, 1, 1, generator=generator)
-                right = torch.randn(1, *tensor.shape[1:], generator=generator)
-            noise = left * right
+        # A convolution is a matrix with one row per output channel; axes of size 1 do not count.
+        seen_as = tensor.flatten(1) if tensor.ndim == 4 or ("conv" in name and tensor.ndim > 2) else tensor.squeeze()
+        if low_rank and seen_as.squeeze().ndim > 1:
+            *batch, rows, columns = seen_as.shape
+            rank = min(3, rows // 2, columns // 2)
+            shared = torch.randn(*batch, rank, columns, generator=torch.Generator().manual_seed(index))
+            noise = (torch.randn(*batch, rows, rank, generator=generator) @ shared).view(tensor.shape)
         else:
             noise = torch.randn(tensor.shape, generator=generator)
         moved = tensor + size * noise

@@ -115,7 +115,7 @@ def check_experts(
 
 
 def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) -> bool:
-    """Whether experts differ in the leading axis (classes, vocabulary) of a tensor; any other difference is an error."""
+    """Whether experts differ in the leading axis (classes, vocabulary); any other difference is an error."""
     expected = base.shape(name)
     different = [expert for expert in experts.values() if expert.shape(name) != expected]
     for expert in different:

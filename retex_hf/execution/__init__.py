@@ -3,7 +3,7 @@
 from .assignment import Assignment, Group, parse_task, task_index
 from .batching import Joiner, Splitter, count_rows
 from .experts import ExpertCache, copy_with, recover_tensors, tensor_bytes
-from .runner import ExpertRunner
+from .runner import ExpertRunner, call_method
 
 __all__ = [
     "Assignment",
@@ -12,6 +12,7 @@ __all__ = [
     "Group",
     "Joiner",
     "Splitter",
+    "call_method",
     "copy_with",
     "count_rows",
     "parse_task",

@@ -79,7 +79,7 @@ class ExpertRunner:
         outputs = []
         for group in groups:
             part = kwargs if len(groups) == 1 else splitter.take(kwargs, group.rows)
-            output = getattr(self.expert(group, recovered), method)(**part)
+            output = call_method(self.expert(group, recovered), method, part)
             outputs.append(self._widened(output, group.task_id) if widen else output)
         output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, assignment, groups).join(outputs)
         return output.to_tuple() if as_tuple else output
@@ -117,6 +117,11 @@ class ExpertRunner:
             dual_encoder=self.library.is_dual_encoder(self.model),
             tuple_fields=self.library.tuple_fields(method),
         )
+
+
+def call_method(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Any:
+    """Call a method of a model; `forward` through the module itself, so that its hooks run."""
+    return model(**kwargs) if method == "forward" else getattr(model, method)(**kwargs)
 
 
 def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tuple[dict[str, Any], bool]:

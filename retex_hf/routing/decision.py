@@ -13,8 +13,8 @@ class Routing:
     """Which task each row was given to.
 
     `task_ids` (rows,) and `tasks` (names) say the task, or under soft routing the likeliest; `weights` (rows, T) are
-    the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are there where the task was identified
-    from the input; `num_labels` is the width of each row's own head, where heads differ.
+    the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are there where the task was
+    identified from the input; `num_labels` is the width of each row's own head, where heads differ.
     """
 
     task_ids: Tensor
