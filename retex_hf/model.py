@@ -299,6 +299,8 @@ class RetexModel(nn.Module):
         labels = self.retex_config.labels
         if not labels or not isinstance(output, ModelOutput) or output.get("logits") is None:
             raise RetexError(f"predict is for classifiers; {type(self.model).__name__} has no classification head.")
+        if output.routing is None:
+            raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
         predictions = []
         for name, logits in zip(output.routing.tasks, output.logits.float(), strict=True):
             described = labels[name]
@@ -317,12 +319,14 @@ class RetexModel(nn.Module):
         recovered = id(self) not in _disabled.get()
         task = self._active_task if task is None and recovered else task
         if task is None and not recovered:
-            return call_method(self.model, method, kwargs)
+            return _attach(call_method(self.model, method, kwargs), None)
         runner = self._runner()
         if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
             self._require_shared_text_tower(method)
-            return call_method(self.model, method, kwargs)
+            return _attach(call_method(self.model, method, kwargs), None)
         rows = runner.count_rows(kwargs)
+        if rows == 0:
+            raise InputError("The batch has no rows.")
         if task is None:
             routing = self._identify(kwargs)
             assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
@@ -332,21 +336,12 @@ class RetexModel(nn.Module):
             routing = Routing(assignment.task_ids, names, assignment.weights)
         if self.retex_config.labels:
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
-        if rows == 0:
-            raise InputError("The batch has no rows.")
         # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
         output = runner.run(method, kwargs, assignment, recovered=recovered, widen=not isinstance(task, str))
         return _attach(output, routing)
 
     def _require_shared_text_tower(self, method: str) -> None:
-        root = library_of(self.model).feature_root(self.model)
-        seen = {id(tensor) for tensor in root.state_dict(keep_vars=True).values()}
-        tensors = self.model.state_dict(keep_vars=True)
-        own = [
-            n
-            for n in self.recovery
-            if id(tensors[n]) not in seen and re.search(r"text|token|^transformer|^ln_|^posit", n)
-        ]
+        own = [name for name in self.recovery if library_of(self.model).is_text_parameter(name)]
         if own:
             raise TaskError(
                 f"{method} cannot tell the task from a text, and the experts differ in their text tower ({own[0]!r}): "
@@ -464,7 +459,7 @@ class TensorBank(nn.Module):
             for name, tensor in tensors.items():
                 key = f"tensor_{len(self._names)}"  # buffer names may not hold dots
                 self._names[group, name] = key
-                self.register_buffer(key, tensor, persistent=False)
+                self.register_buffer(key, tensor)
 
     def as_dict(self, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         result: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
@@ -473,7 +468,7 @@ class TensorBank(nn.Module):
         return result
 
 
-def _attach(output: Any, routing: Routing) -> Any:
+def _attach(output: Any, routing: Routing | None) -> Any:
     if type(output) is tuple:
         output = RoutedTuple(output)
     elif type(output) is dict:

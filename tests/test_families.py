@@ -150,6 +150,24 @@ def test_merged_model_is_untouched_after_any_call(family):
     assert_same(model(**inputs, task="red"), build(family, base, experts, rank=3)(**inputs, task="red"), exact=True)
 
 
+def test_building_from_folders_equals_building_from_modules(family, tmp_path):
+    base = family.make().eval()
+    experts = make_experts(base)
+    library = libraries.library_of(base)
+    folders = {}
+    for name, model in {"base": base, **experts}.items():
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        if family.model_config is not None:
+            libraries.openclip.describe(model, family.model_config, None, None)
+        library.save(model, folders[name], "5GB")
+    from_modules = build(family, base, experts, rank=3)
+    base_folder = folders.pop("base")
+    from_folders = RetexModel.from_experts(base_folder, folders, RetexConfig(rank=3), progress=False)
+    assert_same(dict(from_folders.model.state_dict()), dict(from_modules.model.state_dict()), exact=True)
+    assert_same(dict(from_folders.recovery.state_dict()), dict(from_modules.recovery.state_dict()), exact=True)
+
+
 def test_every_tensor_is_covered_once(family):
     base = family.make().eval()
     experts = make_experts(base)

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shorten
 
 NAME = "transformers"
 # Classes whose outer layer belongs to the task, not to the language or the image.
@@ -42,13 +42,17 @@ def architecture(folder: Path) -> str:
     return names[0] if names else "AutoModel"
 
 
-def load(folder: Path, **kwargs: Any) -> PreTrainedModel:
-    """Load a folder with the class it was saved from."""
+def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
+    """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
     name = architecture(folder)
     cls = getattr(transformers, name, None)
     if cls is None:
         raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which transformers does not have.")
-    return cls.from_pretrained(folder, **kwargs).eval()
+    model, report = cls.from_pretrained(folder, output_loading_info=True, **kwargs)
+    missing = sorted(report["missing_keys"])
+    if strict and missing:
+        raise CheckpointError(f"{folder} lacks {len(missing)} tensor(s) of {name}: {shorten(missing)}.")
+    return model.eval()
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> None:
@@ -153,6 +157,11 @@ def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
 def is_dual_encoder(model: PreTrainedModel) -> bool:
     """Whether images (or sounds) and texts are encoded apart, so that their rows need not correspond."""
     return hasattr(model, "logit_scale") and hasattr(model, "get_text_features")
+
+
+def is_text_parameter(name: str) -> bool:
+    """Whether a parameter of a dual encoder belongs to its text side."""
+    return name.startswith("text_")
 
 
 def feature_root(model: PreTrainedModel) -> nn.Module:

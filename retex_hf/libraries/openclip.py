@@ -29,8 +29,8 @@ def owns(model: nn.Module) -> bool:
     return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
 
 
-def load(folder: Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> nn.Module:
-    """Load an OpenCLIP folder, and remember its configuration."""
+def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None, device_map: Any = None) -> nn.Module:
+    """Load an OpenCLIP folder, and remember its configuration. OpenCLIP is always strict."""
     config = read_config(folder)
     try:
         model = open_clip.create_model(f"local-dir:{folder}", device=device_map or "cpu").eval()
@@ -120,6 +120,11 @@ def num_labels(model: nn.Module) -> int | None:
 def is_dual_encoder(model: nn.Module) -> bool:
     """CoCa's captions belong to their images; in the other classes images and texts are encoded apart."""
     return not isinstance(model, CoCa)
+
+
+def is_text_parameter(name: str) -> bool:
+    """Whether a parameter of a dual encoder belongs to its text side, which OpenCLIP does not always name."""
+    return not name.startswith(("visual.", "logit_"))
 
 
 def feature_root(model: nn.Module) -> nn.Module:

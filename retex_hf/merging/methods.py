@@ -1,4 +1,4 @@
-"""The merge methods that need nothing but weights: average, task arithmetic, TIES. All arithmetic in float32."""
+"""The merge methods that need nothing but weights: average, task arithmetic, TIES. Float32, or better."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .registry import Merger, TaskTensors, register_merge
 @register_merge("average")
 def average(base: Tensor, experts: list[Tensor]) -> Tensor:
     """The mean of the experts."""
-    return sum(expert.float() for expert in experts) / len(experts)
+    # In float64, so that the mean of equal tensors (a frozen tower) is that tensor to the bit and costs no recovery.
+    return (sum(expert.double() for expert in experts) / len(experts)).float()
 
 
 @register_merge("task_arithmetic")
