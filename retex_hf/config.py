@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -79,6 +81,8 @@ class RetexConfig:
             self.task_embedding_dim is None or _is_int(self.task_embedding_dim, 1),
             "task_embedding_dim", self.task_embedding_dim, "a positive integer or None",
         )  # fmt: skip
+        if isinstance(self.merge, os.PathLike):
+            self.merge = os.fspath(self.merge)
         if isinstance(self.merge, dict):
             _require(isinstance(self.merge.get("method"), str), "merge", self.merge, 'a dict with a "method" name')
         else:
@@ -96,7 +100,10 @@ class RetexConfig:
             '"auto" or a list of patterns',
         )
         _require(self.routing in ROUTINGS, "routing", self.routing, f"one of {ROUTINGS}")
-        _require(_is_number(self.temperature) and self.temperature > 0, "temperature", self.temperature, "above 0")
+        _require(
+            _is_number(self.temperature) and 0 < self.temperature < math.inf,
+            "temperature", self.temperature, "a number above 0",
+        )  # fmt: skip
         _require(
             _is_int(self.feature_layer) or (isinstance(self.feature_layer, str) and self.feature_layer != ""),
             "feature_layer", self.feature_layer, 'a module name, an index or "auto"',
@@ -120,6 +127,9 @@ class RetexConfig:
             self.tasks,
             "unique names",
         )
+        _require(self.base_model is None or isinstance(self.base_model, dict), "base_model", self.base_model, "a dict")
+        for name in ("experts", "labels"):
+            _require(_is_dict_of_dicts(getattr(self, name)), name, getattr(self, name), "a dict of task name to dict")
         self.exclude, self.tasks = list(self.exclude), list(self.tasks)
         self.heads = self.heads if self.heads == "auto" else list(self.heads)
 
@@ -174,6 +184,10 @@ def _is_int(value: Any, minimum: int | None = None) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_dict_of_dicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, dict) for k, v in value.items())
 
 
 def _is_strings(value: Any) -> bool:

@@ -25,6 +25,11 @@ class InputError(RetexError, ValueError):
     """A batch cannot be routed or split by task."""
 
 
+def first_line(error: Exception) -> str:
+    """What another library's exception says, short enough for one sentence of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def shorten(names, limit: int = 3) -> str:
     """List a few names for an error message: `'a', 'b', 'c' and 7 more`."""
     names = list(names)

@@ -7,7 +7,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from families import FAMILIES
 from torch import Tensor, nn
+
+from retex_hf import RetexConfig, RetexModel
 
 TASKS = ["red", "green", "blue"]
 
@@ -70,3 +73,34 @@ def assert_same(actual: Any, expected: Any, exact: bool = False, **tolerances: f
             torch.testing.assert_close(
                 tensor, expected_leaves[name], msg=lambda text, n=name: f"{n}: {text}", **tolerances
             )
+
+
+# One task per row of a mixed batch: groups of one, two and three rows, none of them contiguous.
+MIXED = ["green", "red", "blue", "red", "red", "blue"]
+
+
+def rows_of(task: str, tasks: list[str] = MIXED) -> list[int]:
+    return [row for row, name in enumerate(tasks) if name == task]
+
+
+def take(inputs: Mapping[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
+    """The given rows of a batch."""
+    return {name: value[rows] for name, value in inputs.items()}
+
+
+def build_retex(name: str, scale: float = 1.0, **options: Any) -> tuple[RetexModel, dict[str, nn.Module]]:
+    """A `RetexModel` of a family with exact recovery, and the experts it was made of."""
+    family = FAMILIES[name]
+    base = family.make().eval()
+    return build_from(base, make_experts(base, scale=scale), family.model_config, **options)
+
+
+def build_from(
+    base: nn.Module, experts: dict[str, nn.Module], model_config: dict[str, Any] | None = None, **options: Any
+) -> tuple[RetexModel, dict[str, nn.Module]]:
+    cache = options.pop("expert_cache", "2GB")
+    config = RetexConfig(**{"rank": "full", **options})
+    model = RetexModel.from_experts(
+        base, experts, config, model_config=model_config, expert_cache=cache, progress=False
+    )
+    return model, experts

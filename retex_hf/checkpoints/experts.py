@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,6 +20,8 @@ Entries = dict[str, tuple[TensorInfo, Callable[[], Tensor]]]
 # orthogonal (cosine near 0). Anything in between does not occur.
 RELATED_COSINE = 0.2
 RELATED_SAMPLE = 9
+# The position of a layer (or of anything else that is numbered) in a tensor's name.
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass
@@ -52,9 +55,9 @@ class Checkpoint:
         for name, aliases in inventory.aliases.items():
             present = [alias for alias in aliases if alias in entries]
             if present:
-                entries[name] = entries[present[0]]
-                if len(present) > 1:
-                    ties[name] = present[1:]
+                chosen = name if name in present else present[0]
+                entries[name] = entries[chosen]
+                ties[name] = [alias for alias in present if alias != chosen]
         return cls(label, entries, ties)
 
 
@@ -104,6 +107,12 @@ def check_experts(
             f"{base.label} has only {len(present)} of the {len(body)} tensors of the experts' model: it is another "
             "architecture."
         )
+    kinds = {NUMBER.sub("*", name) for name in present}
+    layers = [name for name in body if name not in base and NUMBER.sub("*", name) in kinds]
+    if layers:
+        raise CheckpointError(
+            f"{base.label} lacks {shorten(layers)} but has others of the kind: the experts have more layers than it."
+        )
 
     names, heads = [], []
     for name in wanted:
@@ -130,7 +139,7 @@ def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) 
 
 def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse an expert that was not fine-tuned from this base, from the directions of a few weight matrices."""
-    matrices = [name for name in experts.names if len(shapes[name]) == 2 and min(shapes[name]) > 1]
+    matrices = [name for name in experts.names if len(shapes[name]) > 1 and min(shapes[name]) > 1]
     step = max(1, len(matrices) // RELATED_SAMPLE)
     sample = matrices[step // 2 :: step]
     cosines: dict[str, list[float]] = {task: [] for task in experts.tasks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from huggingface_hub.errors import (
 )
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from .sources import Source, open_files, open_state_dict, weight_files
 
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
@@ -78,8 +79,9 @@ def download(repo_id: str, label: str, **kwargs: Any) -> Path:
     except HFValidationError:
         raise CheckpointError(f"{label}: {repo_id!r} is neither an existing path nor a Hub id.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{label}: {repo_id!r} is not a local path, and the Hub says: {reason}") from None
+        raise CheckpointError(
+            f"{label}: {repo_id!r} is not a local path, and the Hub says: {first_line(error)}"
+        ) from None
     return folder
 
 
@@ -88,6 +90,17 @@ def check_checkpoint_folder(folder: Path, label: str) -> None:
         raise CheckpointError(f"{label}: {folder} is a PEFT adapter; merge it into its base model first.")
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
         raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A configuration file that comes with a checkpoint."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
+    return values
 
 
 def is_open_clip(folder: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -68,6 +70,8 @@ class SafetensorsSource(Source):
 def open_state_dict(tensors: Mapping[str, Tensor], label: str, **kwargs: Any) -> MemorySource:
     """A source over tensors in memory."""
     for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{label}: a tensor's name must be a string, not {name!r}.")
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{label}: {name!r} must be a tensor, not a {type(value).__name__}.")
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -104,12 +108,19 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
 
 def _load_torch_file(file: Path) -> dict[str, Tensor]:
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist.") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {reason}") from None
+    except pickle.UnpicklingError as error:
+        # torch's own text recommends loading without the safeguard.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it also holds {found[1]}, which could run code" if found else "it is damaged, or another kind of file"
+        )
+        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {reason}.") from None
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {first_line(error)}") from None
     # OpenCLIP's training checkpoints keep the weights under this key, beside the optimiser.
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]

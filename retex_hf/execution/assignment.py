@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +51,11 @@ def task_index(task: str, tasks: list[str]) -> int:
 
 
 def parse_task(task: Any, tasks: list[str], rows: int) -> Assignment:
-    """Read `task=`: a name, one name or id per row (list or 1-D tensor), or mixing weights (rows, T)."""
+    """Read `task=`: a name, one name or id per row (list, array or 1-D tensor), or mixing weights (rows, T)."""
     if isinstance(task, str):
         return Assignment(torch.full((rows,), task_index(task, tasks)))
+    if isinstance(task, np.ndarray):
+        task = task.tolist()  # an array of names is no tensor
     if isinstance(task, (list, tuple)) and all(isinstance(name, str) for name in task):
         _check_rows(len(task), rows)
         return Assignment(torch.tensor([task_index(name, tasks) for name in task], dtype=torch.long))
@@ -61,14 +64,14 @@ def parse_task(task: Any, tasks: list[str], rows: int) -> Assignment:
     except (TypeError, ValueError, RuntimeError):
         raise TaskError(
             "task= must be a task name, one name per row, a tensor of task ids or a (rows, tasks) tensor of weights, "
-            f"not {task!r}."
+            f"not {task!r}; the tasks are {tasks}."
         ) from None
     if values.is_floating_point() and values.ndim == 2:
         return _parse_weights(values.float(), tasks, rows)
-    if values.is_floating_point() or values.dtype == torch.bool or values.ndim > 1:
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.ndim > 1:
         raise TaskError(
             f"task= must hold integer ids of shape (rows,) or float weights of shape (rows, {len(tasks)}), "
-            f"not {values.dtype} of shape {tuple(values.shape)}."
+            f"not {values.dtype} of shape {tuple(values.shape)}; the tasks are {tasks}."
         )
     ids = values.long().expand(rows) if values.ndim == 0 else values.long()
     _check_rows(len(ids), rows)
@@ -85,7 +88,11 @@ def _parse_weights(weights: Tensor, tasks: list[str], rows: int) -> Assignment:
     valid = (weights >= 0).all(1) & ((weights.sum(1) - 1).abs() < 1e-3)
     if not valid.all():
         row = int((~valid).nonzero()[0])
-        raise TaskError(f"Mixing weights must be non-negative and sum to 1; row {row} is {weights[row].tolist()}.")
+        raise TaskError(
+            f"Mixing weights must be non-negative and sum to 1; row {row} is {weights[row].tolist()}, "
+            f"for the tasks {tasks}."
+        )
+    weights = weights / weights.sum(1, keepdim=True)
     return Assignment(weights.argmax(1), weights)
 
 

@@ -13,8 +13,11 @@ from transformers.utils import ModelOutput
 
 from ..errors import InputError
 
-# Inputs whose leading axis is not the batch.
-NOT_ROWS = frozenset({"cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "logits_to_keep"})
+# Inputs whose leading axis (or length, of a list) is not the batch.
+NOT_ROWS = frozenset(
+    {"cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "logits_to_keep",
+     "logits_processor", "stopping_criteria"}
+)  # fmt: skip
 # Arguments that carry the state of one generation, or answer one call: they cannot serve several groups.
 INSEPARABLE = (
     "past_key_values", "cache_params", "streamer", "prefix_allowed_tokens_fn", "assistant_model", "return_loss",
@@ -50,8 +53,13 @@ class Splitter:
         return {name: self._take(name, value, rows) for name, value in kwargs.items()}
 
     def check(self, kwargs: Mapping[str, Any], groups: int) -> None:
-        """Refuse a batch whose arguments disagree on the number of rows, or cannot be split."""
-        for name in INSEPARABLE if groups > 1 else ():
+        """Refuse to split a batch whose arguments disagree on the number of rows, or serve one expert only.
+
+        What one expert can run needs no splitting: then its own `forward` judges the arguments.
+        """
+        if groups == 1:
+            return
+        for name in INSEPARABLE:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise InputError(
                     f"{name!r} cannot serve the {groups} experts this batch needs: call once per task with task=."
@@ -84,6 +92,8 @@ class Joiner:
     Every field that follows the rows (one or several entries per row) is scattered to its rows; shorter ones are padded
     on the right. A field that does not follow the rows is kept where all groups agree, and otherwise gets a leading row
     axis. Losses are averaged by `loss_weights`. Caches belong to one expert and are dropped.
+
+    `texts_apart` says that the texts of this call are class prompts that every group had whole.
     """
 
     rows: int
@@ -92,7 +102,7 @@ class Joiner:
     sum_losses: bool = False
     pad_token_id: int = 0
     num_beams: int = 1
-    dual_encoder: bool = False
+    texts_apart: bool = False
     tuple_fields: tuple[str, ...] = field(default_factory=tuple)
 
     def join(self, outputs: list[Any], name: str = "") -> Any:
@@ -104,8 +114,15 @@ class Joiner:
         if isinstance(first, Tensor):
             return self._join_tensors(self._complete(outputs, name), name)
         if isinstance(first, Mapping):
-            fields = {key: self.join([output[key] for output in outputs], self._field(name, key)) for key in first}
+            fields = {key: self.join([output.get(key) for output in outputs], self._field(name, key)) for key in first}
             return type(first)(**fields) if isinstance(first, ModelOutput) else fields
+        if self._is_list_of_rows(outputs):
+            entries = {
+                int(row): entry
+                for g, output in zip(self.groups, outputs, strict=True)
+                for row, entry in zip(g, output, strict=True)
+            }
+            return [entries[row] for row in range(self.rows)]
         if isinstance(first, (list, tuple)):
             longest = list(zip_longest(*(output or () for output in outputs)))
             names = self.tuple_fields if not name and self.tuple_fields else [name] * len(longest)
@@ -113,6 +130,13 @@ class Joiner:
         if all(output == first for output in outputs):
             return first
         raise InputError(f"The outputs {name!r} of several experts cannot be combined: call once per task with task=.")
+
+    def _is_list_of_rows(self, outputs: list[Any]) -> bool:
+        """A list with one entry per row (Whisper's segments); lists of tensors have one per layer or step."""
+        return all(
+            isinstance(output, list) and len(output) == len(group) and not isinstance(output[0], Tensor)
+            for output, group in zip(outputs, self.groups, strict=True)
+        )
 
     def _field(self, parent: str, key: str) -> str:
         # Everything below `text_model_output` belongs to the texts.
@@ -138,20 +162,27 @@ class Joiner:
 
     def _join_tensors(self, tensors: list[Tensor], name: str) -> Tensor:
         if name.endswith("loss") and tensors[0].ndim == 0:
-            total = 1.0 if self.sum_losses else sum(self.loss_weights)
-            weights = [1.0] * len(tensors) if self.sum_losses else self.loss_weights
-            return sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True)) / max(total, 1e-12)
-        if self.dual_encoder and name in COLUMN_FIELDS:
+            return self._join_losses(tensors)
+        if self.texts_apart and name in COLUMN_FIELDS:
             return self._scatter([tensor.transpose(0, 1) for tensor in tensors], 1, name).transpose(0, 1)
         if name == "beam_indices":
             tensors = [self._rebase(tensor, group) for tensor, group in zip(tensors, self.groups, strict=True)]
         per_row = self._entries_per_row(tensors)
-        if per_row and not (self.dual_encoder and name.startswith("text")):
+        if per_row and not (self.texts_apart and name.startswith("text")):
             return self._scatter(tensors, per_row, name)
         if all(tensor.shape == tensors[0].shape and torch.equal(tensor, tensors[0]) for tensor in tensors):
             return tensors[0]
         repeated = [tensor.expand(len(g), *tensor.shape) for tensor, g in zip(tensors, self.groups, strict=True)]
         return self._scatter(repeated, 1, name)
+
+    def _join_losses(self, losses: list[Tensor]) -> Tensor:
+        if self.sum_losses:
+            return torch.stack(losses).sum()
+        # The mean over no labels is NaN; such a group has nothing to say, unless all are like that.
+        counted = [(weight, loss) for weight, loss in zip(self.loss_weights, losses, strict=True) if weight]
+        if not counted:
+            return losses[0]
+        return sum(weight * loss for weight, loss in counted) / sum(weight for weight, _ in counted)
 
     def _entries_per_row(self, tensors: list[Tensor]) -> int | None:
         """How many entries of the leading axis belong to a row, if that is the same whole number in all groups."""

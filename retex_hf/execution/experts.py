@@ -1,6 +1,6 @@
 """Recovered experts as models: light copies of the wrapped model around other tensors.
 
-An expert is a module tree of its own that shares every tensor with the merged model except those it has of its own.
+An expert is a module tree of its own that shares every parameter with the merged model except those it recovers.
 Nothing is swapped in and out of the merged model, so calls cannot disturb each other, whatever raises or runs beside
 them.
 """
@@ -24,17 +24,18 @@ def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weig
     embedding = recovery.embed(weights)
     recovered = {}
     for name in recovery:
-        tensor = merged[name]
-        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        recovered[name] = (wide + recovery.offset(name, embedding)).to(tensor.dtype)
+        recovered[name] = recovery.recover(name, merged[name], embedding).to(merged[name].dtype)
     return recovered
 
 
 def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a model's module tree that holds `tensors` (of any shape) and shares all others; ties are kept."""
+    """A copy of a model's module tree that holds `tensors` (of any shape) and shares all other parameters; ties are
+    kept. Configurations are shared too, so that a setting changed on the model holds for its copies. Buffers are not:
+    modules write to them (batch normalisation in training)."""
     named = model.state_dict(keep_vars=True)
     # deepcopy takes what is in the memo instead of copying it.
-    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    memo = {id(shared): shared for shared in (*model.parameters(), *configs)}
     for name, tensor in tensors.items():
         own = nn.Parameter(tensor, requires_grad=False) if isinstance(named[name], nn.Parameter) else tensor
         memo[id(named[name])] = own
@@ -70,7 +71,8 @@ class ExpertCache:
             if size <= self.capacity:
                 self._items[key] = (item, size)
                 while self.bytes > self.capacity:
-                    self._items.popitem(last=False)
+                    # What takes no bytes of its own frees none.
+                    del self._items[next(key for key, (_, size) in self._items.items() if size)]
             return item
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from ..recovery import RecoveryModule
@@ -40,14 +42,15 @@ class ExpertRunner:
     def expert(self, group: Group, recovered: bool = True) -> nn.Module:
         """The expert of a group; with `recovered=False` the merged body under the task's head."""
         make = lambda: self._make(group, recovered)  # noqa: E731
-        # Mixtures are endless; only pure tasks are worth keeping.
-        expert = make()[0] if group.weights is not None else self.cache.get((group.task_id, recovered), make)
-        if expert.training != self.model.training:
-            expert.train(self.model.training)
+        # Mixtures are endless; only pure tasks are worth keeping. Training moves the statistics of an expert's batch
+        # normalisation: evaluation has an expert of its own.
+        key = (group.task_id, recovered, self.model.training)
+        expert = make()[0] if group.weights is not None else self.cache.get(key, make)
         if hasattr(self.model, "generation_config"):
             expert.generation_config = self.model.generation_config
         return expert
 
+    @torch.inference_mode(False)  # an expert outlives the call it is made in, and may have to carry gradients later
     def _make(self, group: Group, recovered: bool) -> tuple[nn.Module, int]:
         task = self.tasks[group.task_id]
         tensors = dict(self.heads.get(task, {}))
@@ -82,14 +85,16 @@ class ExpertRunner:
             output = call_method(self.expert(group, recovered), method, part)
             outputs.append(self._widened(output, group.task_id) if widen else output)
         output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, assignment, groups).join(outputs)
-        return output.to_tuple() if as_tuple else output
+        return _as_tuple(output, list(outputs[0])) if as_tuple else output
 
     def _whole(self, method: str, kwargs: Mapping[str, Any]) -> frozenset[str]:
         whole = NOT_ROWS | (GENERATION_OPTIONS if method == "generate" else frozenset())
+        return whole | TEXT_INPUTS if self._texts_apart(kwargs) else whole
+
+    def _texts_apart(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the texts of a call are class prompts for its images, not rows of their own."""
         images = self.library.row_inputs(self.model)[:2]
-        if self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images):
-            whole |= TEXT_INPUTS
-        return whole
+        return self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images)
 
     def _widened(self, output: Any, task_id: int) -> Any:
         width = self.num_labels(task_id)
@@ -105,16 +110,18 @@ class ExpertRunner:
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         pad = option("pad_token_id")
         if pad is None:
+            pad = getattr(self.model, "pad_id", None)  # CoCa's
+        if pad is None:
             eos = option("eos_token_id")
             pad = eos[0] if isinstance(eos, (list, tuple)) else eos
         return Joiner(
             rows=len(assignment.task_ids),
             groups=rows,
-            loss_weights=_loss_weights(kwargs.get("labels"), rows, shifted="ForCausalLM" in type(self.model).__name__),
+            loss_weights=_loss_weights(kwargs, rows, self.model),
             sum_losses=kwargs.get("num_items_in_batch") is not None,
             pad_token_id=int(pad or 0),
             num_beams=option("num_beams") or 1,
-            dual_encoder=self.library.is_dual_encoder(self.model),
+            texts_apart=self._texts_apart(kwargs),
             tuple_fields=self.library.tuple_fields(method),
         )
 
@@ -133,6 +140,12 @@ def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tu
     return ({**kwargs, "return_dict": True}, True) if as_tuple else (kwargs, False)
 
 
+def _as_tuple(output: ModelOutput, names: list[str]) -> tuple:
+    """The values in the order of `names`; what could not be joined (a cache) leaves a gap, so that no other moves."""
+    values = iter(output.to_tuple())
+    return tuple(next(values) if name in output else None for name in names)
+
+
 def _generation_options(kwargs: Mapping[str, Any], default: Any) -> Callable[[str], Any]:
     """Look up a generation option where `generate` does: the call, the configuration given, the model's own."""
 
@@ -147,10 +160,22 @@ def _generation_options(kwargs: Mapping[str, Any], default: Any) -> Callable[[st
     return option
 
 
-def _loss_weights(labels: Any, groups: list[Tensor], shifted: bool) -> list[float]:
-    """How many labels count in each group's mean loss: all that are not -100 (without the first token where the model
-    predicts the next one)."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
+def _loss_weights(kwargs: Mapping[str, Any], groups: list[Tensor], model: nn.Module) -> list[float]:
+    """How many labels count in each group's mean loss."""
+    labels, starts = kwargs.get("labels"), kwargs.get("start_positions")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next_token(model) else labels) != -100
+    elif isinstance(starts, Tensor):
+        # Answers that were cut off lie outside the text and do not count.
+        text = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+        counted = starts < text.shape[1]
+    else:
         return [float(len(group)) for group in groups]
-    counted = (labels[:, 1:] if shifted else labels) != -100
-    return [float(counted[group.to(labels.device)].sum()) for group in groups]
+    return [float(counted[group.to(counted.device)].sum()) for group in groups]
+
+
+def _predicts_next_token(model: nn.Module) -> bool:
+    """Whether a model's own loss compares each token with the next label. The class name does not tell: GPT-2's does,
+    BartForCausalLM's does not."""
+    uses_default = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    return uses_default and getattr(model, "loss_function", None) is ForCausalLMLoss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from copy import copy, deepcopy
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -22,14 +21,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
-from ..errors import CheckpointError, shorten
+from ..errors import CheckpointError, first_line, shorten
 
 NAME = "transformers"
 # Classes whose outer layer belongs to the task, not to the language or the image.
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
 # For the few such classes that do not nest their backbone under `base_model_prefix`.
 HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
+# Constants that earlier versions of transformers saved and that models compute today.
+CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
 
 def owns(model: nn.Module) -> bool:
@@ -38,17 +40,24 @@ def owns(model: nn.Module) -> bool:
 
 def architecture(folder: Path) -> str:
     """The class name that a folder's `config.json` asks for."""
-    names = _read_config(folder).get("architectures") or []
-    return names[0] if names else "AutoModel"
+    names = _read_config(folder).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "AutoModel"
 
 
 def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
     """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
     name = architecture(folder)
     cls = getattr(transformers, name, None)
-    if cls is None:
-        raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which transformers does not have.")
-    model, report = cls.from_pretrained(folder, output_loading_info=True, **kwargs)
+    if cls is not AutoModel and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which is no model class of transformers.")
+    try:
+        model, report = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    except Exception as error:
+        raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
+    for key, shape, expected in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder}: tensor {key!r} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}."
+        )
     missing = sorted(report["missing_keys"])
     if strict and missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} tensor(s) of {name}: {shorten(missing)}.")
@@ -102,13 +111,24 @@ def align(
 
     for first_name, parts in fused.items():
         convert = partial(_convert, model, by_pattern[parts[0][1]], first_name, parts)
-        planned = convert(
-            lambda key: torch.empty(source.infos[key].shape, dtype=source.infos[key].dtype, device="meta")
-        )
+        try:
+            planned = convert(
+                lambda key: torch.empty(source.infos[key].shape, dtype=source.infos[key].dtype, device="meta")
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"{source.label}: the {len(parts)} tensors that make up {first_name!r} do not fit each other: "
+                f"{first_line(error)}"
+            ) from error
         for name, tensor in planned.items():
             info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            if info.shape != known[name].shape:
+                raise CheckpointError(
+                    f"{source.label}: the {len(parts)} tensors that make up {name!r} have shape {info.shape}, "
+                    f"but the model has {tuple(known[name].shape)}."
+                )
             aligned[name] = (info, lambda name=name, convert=convert: convert(source.read)[name])
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [CONSTANTS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return aligned, [key for key in unexpected if not any(pattern.search(key) for pattern in ignored)]
 
 
@@ -186,8 +206,4 @@ def tuple_fields(method: str) -> tuple[str, ...]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    return read_json_object(folder / "config.json")

@@ -16,6 +16,7 @@ from open_clip.model import CLIP, CustomTextCLIP
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError
 
@@ -34,8 +35,10 @@ def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None,
     config = read_config(folder)
     try:
         model = open_clip.create_model(f"local-dir:{folder}", device=device_map or "cpu").eval()
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        # torch's first line only says that something does not fit; the second says what.
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
     setattr(model, CONFIG_ATTRIBUTE, config)
     return model if dtype is None else model.to(dtype)
 
@@ -75,11 +78,7 @@ def describe(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    return read_json_object(folder / CONFIG_FILE)
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:

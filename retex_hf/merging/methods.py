@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ def average(base: Tensor, experts: list[Tensor]) -> Tensor:
 @register_merge("task_arithmetic")
 def task_arithmetic(base: Tensor, experts: list[Tensor], *, scale: float = 0.3) -> Tensor:
     """The base plus `scale` times the sum of the task vectors `W_t - W_0`."""
+    _check_number("scale", scale)
     base = base.float()
     return base + scale * sum(expert.float() - base for expert in experts)
 
@@ -31,6 +34,8 @@ def ties(tensors: TaskTensors, *, density: float = 0.2, scale: float = 1.0, trim
 
     `trim="vector"` keeps the top `density` of a whole task vector (the TIES paper), `"tensor"` of each tensor.
     """
+    _check_number("scale", scale)
+    _check_number("density", density)
     if not 0 < density <= 1:
         raise ConfigError(f"RetexConfig.merge: density must be in (0, 1], not {density!r}.")
     if trim not in ("vector", "tensor"):
@@ -51,6 +56,11 @@ def ties(tensors: TaskTensors, *, density: float = 0.2, scale: float = 1.0, trim
         return base + scale * _disjoint_mean(trimmed)
 
     return merge
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise ConfigError(f"RetexConfig.merge: {name} must be a number, not {value!r}.")
 
 
 def _disjoint_mean(vectors: list[Tensor]) -> Tensor:
@@ -75,7 +85,10 @@ def magnitude_threshold(read: Callable[[], Iterable[Tensor]], density: float) ->
         return total
 
     upper = counts(lambda bits: bits >> 16)
-    wanted = max(1, round(density * upper.sum().item()))
+    total = upper.sum().item()
+    if total == 0:
+        return 0.0
+    wanted = max(1, round(density * total))
     high, above = _bin_reaching(upper, wanted)
     low, _ = _bin_reaching(counts(lambda bits: bits[bits >> 16 == high] & 0xFFFF), wanted - above)
     return torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32).item()

@@ -66,5 +66,20 @@ def get_merger(name: str, options: dict[str, Any], tensors: TaskTensors) -> Merg
     if unknown:
         raise ConfigError(f"RetexConfig.merge: method {name!r} has no option {unknown[0]!r}; it takes {allowed}.")
     if prepare:
-        return function(tensors, **options)
-    return lambda _, base, experts: function(base, experts, **options)
+        merge = function(tensors, **options)
+    else:
+
+        def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
+            return function(base, experts, **options)
+
+    def checked(parameter: str, base: Tensor, experts: list[Tensor]) -> Tensor:
+        merged = merge(parameter, base, experts)
+        if not isinstance(merged, Tensor) or merged.shape != base.shape:
+            found = f"one of {tuple(merged.shape)}" if isinstance(merged, Tensor) else f"a {type(merged).__name__}"
+            raise ConfigError(
+                f"Merge method {name!r} must return a tensor of shape {tuple(base.shape)} for {parameter!r}, "
+                f"not {found}."
+            )
+        return merged
+
+    return checked

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
 
 VECTOR, MATRIX, WHOLE = "vector", "matrix", "whole"
 KINDS = (VECTOR, MATRIX, WHOLE)
+GENERATED_FIRST, SHARED_FIRST = "generated_first", "shared_first"
+ORDERS = (GENERATED_FIRST, SHARED_FIRST)
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,9 @@ class Layout:
     """How the offset of one parameter is stored.
 
     - `vector`: a generated vector times a shared scalar (0-D and 1-D parameters);
-    - `matrix`: a generated `(a, r)` factor times a shared `(r, b)` factor, in batches where `batch > 1`;
+    - `matrix`: a generated `(a, r)` factor times a shared `(r, b)` factor, in batches where `batch > 1`. In the order
+      `shared_first` it is a shared `(a, r)` factor times a generated `(r, b)` one. With `inner_rank` r_g (ReTeX-E) the
+      generated factor is itself a product of a generated `(a, r_g)` and a shared `(r_g, r)` factor;
     - `whole`: the offset itself, generated, where factors would cost as much or `rank="full"` asks for it.
     """
 
@@ -26,34 +30,66 @@ class Layout:
     rows: int = 0
     columns: int = 0
     rank: int = 0
+    order: str = GENERATED_FIRST
+    inner_rank: int | None = None
 
     @property
     def generated_shape(self) -> tuple[int, ...]:
-        """Shape of `G_t`, the factor that differs from task to task."""
-        return (self.batch, self.rows, self.rank) if self.kind == MATRIX else (prod(self.shape),)
+        """Shape of what differs from task to task: `G_t`, or ReTeX-E's `A_t`."""
+        if self.kind != MATRIX:
+            return (prod(self.shape),)
+        rank = self.inner_rank or self.rank
+        return (self.batch, self.rows, rank) if self.order == GENERATED_FIRST else (self.batch, rank, self.columns)
 
     @property
     def shared_shape(self) -> tuple[int, ...] | None:
         """Shape of `S`, the factor that all tasks share; None where there is none."""
-        if self.kind == WHOLE:
+        if self.kind != MATRIX:
+            return () if self.kind == VECTOR else None
+        first = self.order == GENERATED_FIRST
+        return (self.batch, self.rank, self.columns) if first else (self.batch, self.rows, self.rank)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...] | None:
+        """Shape of ReTeX-E's shared factor `B`; None without `inner_rank`."""
+        if self.kind != MATRIX or self.inner_rank is None:
             return None
-        return (self.batch, self.rank, self.columns) if self.kind == MATRIX else ()
+        first = self.order == GENERATED_FIRST
+        return (self.batch, self.inner_rank, self.rank) if first else (self.batch, self.rank, self.inner_rank)
 
     @property
     def stacked_shape(self) -> tuple[int, int, int]:
         """The parameter seen as a batch of matrices (only for `matrix`)."""
         return (self.batch, self.rows, self.columns)
 
-    def offset(self, generated: Tensor, shared: Tensor | None) -> Tensor:
+    @property
+    def solved_rank(self) -> int:
+        """The rank that offsets can reach: `A_t B S` spans no more than `A_t` has columns."""
+        return self.inner_rank or self.rank
+
+    def offset(self, generated: Tensor, shared: Tensor | None, inner: Tensor | None = None) -> Tensor:
         """`G_t S`, in the parameter's own shape."""
-        if self.kind == MATRIX:
-            return (generated.view(self.generated_shape) @ shared).view(self.shape)
-        return (generated if shared is None else generated * shared).view(self.shape)
+        if self.kind != MATRIX:
+            return (generated if shared is None else generated * shared).view(self.shape)
+        generated = generated.view(self.generated_shape)
+        if self.order == GENERATED_FIRST:
+            factor = generated if inner is None else generated @ inner
+            return (factor @ shared).view(self.shape)
+        factor = generated if inner is None else inner @ generated
+        return (shared @ factor).view(self.shape)
 
     def stored_numbers(self, num_tasks: int) -> int:
         """How many numbers the factors of all tasks take."""
-        shared = 0 if self.shared_shape is None else prod(self.shared_shape)
-        return num_tasks * prod(self.generated_shape) + shared
+        shared = [prod(shape) for shape in (self.shared_shape, self.inner_shape) if shape is not None]
+        return num_tasks * prod(self.generated_shape) + sum(shared)
+
+    def whole(self) -> Layout:
+        """The same parameter, stored whole."""
+        return Layout(self.shape, WHOLE)
+
+    def with_rank(self, rank: int) -> Layout:
+        """The same parameter at another rank."""
+        return replace(self, rank=rank)
 
 
 def effective_rank(rank: int, rows: int, columns: int) -> int:
@@ -62,7 +98,15 @@ def effective_rank(rank: int, rows: int, columns: int) -> int:
     return rank if rank < smaller else smaller // 2
 
 
-def plan_layout(shape: tuple[int, ...], rank: int | str, num_tasks: int, convolution: bool = False) -> Layout:
+def plan_layout(
+    shape: tuple[int, ...],
+    rank: int | str,
+    num_tasks: int,
+    convolution: bool = False,
+    *,
+    order: str = GENERATED_FIRST,
+    inner_rank: int | None = None,
+) -> Layout:
     """Choose the layout of a parameter from its shape.
 
     Axes of size 1 do not count. Convolution weights are matrices of one row per output channel; other tensors of three
@@ -76,9 +120,18 @@ def plan_layout(shape: tuple[int, ...], rank: int | str, num_tasks: int, convolu
     axes = [size for size in seen if size != 1]
     if len(axes) < 2:
         return Layout(shape, VECTOR)
-    batch, rows, columns = prod(axes[:-2]), axes[-2], axes[-1]
     if rank == "full":
         return Layout(shape, WHOLE)
-    layout = Layout(shape, MATRIX, batch, rows, columns, effective_rank(rank, rows, columns))
-    whole = Layout(shape, WHOLE)
+    layout = Layout(shape, MATRIX, prod(axes[:-2]), axes[-2], axes[-1], order=order)
+    return at_rank(layout, rank, num_tasks, inner_rank)
+
+
+def at_rank(layout: Layout, rank: int, num_tasks: int, inner_rank: int | None = None) -> Layout:
+    """The layout of a matrix at an asked rank: by the rank rule, or whole where that costs no more numbers."""
+    if layout.kind != MATRIX:
+        return layout
+    effective = effective_rank(rank, layout.rows, layout.columns)
+    inner = None if inner_rank is None else min(inner_rank, effective)
+    layout = replace(layout, rank=effective, inner_rank=inner)
+    whole = layout.whole()
     return whole if whole.stored_numbers(num_tasks) <= layout.stored_numbers(num_tasks) else layout

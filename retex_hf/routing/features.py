@@ -20,6 +20,10 @@ NOT_INPUTS = frozenset(
      "logits_to_keep", "start_positions", "end_positions", "encoder_outputs"}
 )  # fmt: skip
 NOT_INPUT_PREFIXES = ("output_", "decoder_")
+# What `generate` and OpenCLIP's models call the input of their encoder.
+MAIN_INPUT_ALIASES = ("inputs", "image", "images")
+# Inputs that mean nothing alone.
+ACCOMPANIMENT = frozenset({"attention_mask", "position_ids", "token_type_ids"})
 
 
 class _FeaturesReady(Exception):
@@ -81,6 +85,7 @@ class FeatureExtractor:
             name for name, parameter in inspect.signature(self.root.forward).parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         ]  # fmt: skip
+        self.main = getattr(self.root, "main_input_name", self.accepted[0])
         modules = dict(model.named_modules())
         for layer in layers:
             modules[layer].register_forward_hook(self._collect)
@@ -96,6 +101,7 @@ class FeatureExtractor:
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Pooled float32 features (rows, d) per layer."""
         kwargs = self._select(inputs)
+        rows = len(self._main_value(kwargs))
         _current.collected = collected = {}
         try:
             self.root(**kwargs)
@@ -111,30 +117,46 @@ class FeatureExtractor:
                     f"RetexConfig.feature_layer: module {layer!r} does not run when features are computed."
                 )
             hidden = collected[id(modules[layer])]
-            features[layer] = pool(hidden, self._mask(kwargs, hidden), self.pooling).float()
+            features[layer] = pool(hidden.float(), self._mask(kwargs, hidden), self.pooling)
+            if len(features[layer]) != rows:
+                raise ConfigError(
+                    f"RetexConfig.feature_layer: module {layer!r} gives {len(features[layer])} vectors for {rows} rows."
+                )
         return features
 
     def _select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        main = "pixel_values" if "pixel_values" in self.accepted else self.accepted[0]
         kwargs = {
             name: value for name, value in inputs.items()
             if name in self.accepted and value is not None
             and name not in NOT_INPUTS and not name.startswith(NOT_INPUT_PREFIXES)
         }  # fmt: skip
-        if not kwargs:
-            # OpenCLIP's towers and `generate(inputs)` name their input differently.
-            values = [
-                inputs[name] for name in ("image", "images", "inputs", "pixel_values") if inputs.get(name) is not None
-            ]
-            if not values:
-                raise InputError(
-                    f"The task cannot be identified from {sorted(inputs) or 'no inputs'}: "
-                    f"give {main!r}, or name the task with task=."
-                )
-            kwargs = {main: values[0]}
+        alias = next((inputs[name] for name in MAIN_INPUT_ALIASES if inputs.get(name) is not None), None)
+        if alias is not None:
+            kwargs.setdefault(self.main, alias)
+        if self._main_value(kwargs) is None:
+            raise InputError(
+                f"The task cannot be identified from {sorted(inputs) or 'no inputs'}: "
+                f"give {self.main!r}, or name the task with task=."
+            )
+        if "inputs_embeds" in kwargs:
+            kwargs.pop("input_ids", None)  # `generate` takes both, `forward` one of them
         if "use_cache" in self.accepted:
             kwargs["use_cache"] = False
-        return kwargs
+        return self._count_positions(kwargs)
+
+    def _main_value(self, kwargs: Mapping[str, Any]) -> Any:
+        names = [name for name in (self.main, *kwargs) if name not in ACCOMPANIMENT]
+        return next((kwargs[name] for name in names if isinstance(kwargs.get(name), (Tensor, list))), None)
+
+    def _count_positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Positions that do not depend on left padding, where `generate` counts them so too."""
+        mask = kwargs.get("attention_mask")
+        generates = hasattr(self.root, "can_generate") and self.root.can_generate()
+        if not generates or "position_ids" not in self.accepted or "position_ids" in kwargs:
+            return kwargs
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask[:, 0].all():
+            return kwargs
+        return {**kwargs, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
 
     def _mask(self, kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
         mask = kwargs.get("attention_mask")
@@ -161,8 +183,7 @@ def pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
         return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[pooling]
     mask = mask.to(hidden.device).bool()
     if pooling == "mean":
-        weights = mask.unsqueeze(-1).to(hidden.dtype)
-        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return hidden.masked_fill(~mask.unsqueeze(-1), 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     if pooling == "first":
         index = positions.masked_fill(~mask, mask.shape[1] - 1).amin(1)

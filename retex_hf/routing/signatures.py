@@ -63,7 +63,8 @@ def fit_signature(features: Tensor, rank: int | float) -> tuple[Tensor, Tensor]:
 def signature_dimension(rank: int | float, num_reference: int, width: int) -> int:
     """k: as given, or as a ratio of min(N, d), at least one."""
     largest = min(num_reference, width)
-    return min(largest, rank) if isinstance(rank, int) else max(1, int(rank * largest))
+    # 0.29 * 100 is a hair below 29.
+    return min(largest, rank) if isinstance(rank, int) else max(1, int(rank * largest + 1e-9))
 
 
 def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = 4) -> float:

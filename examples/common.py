@@ -1,0 +1,255 @@
+"""What the examples share: the training loop, the evaluation of an artifact, and the table of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, get_linear_schedule_with_warmup
+from transformers.utils import logging
+
+from retex_hf import RetexModel
+
+DATA = Path(__file__).resolve().parent / "data"
+EVALUATION_BATCH = 64
+COLUMNS = {
+    "individual": "individual experts",
+    "merged": "merged",
+    "task_given": "ReTeX, task given",
+    "task_unknown": "ReTeX, task unknown",
+    "identification": "task identified",
+}
+
+Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
+"""Turns a list of raw inputs (texts, images) into the keyword arguments of a model's forward."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One classification task: raw inputs, integer labels, and the names of the labels."""
+
+    name: str
+    label_names: list[str]
+    train_inputs: Sequence[Any]
+    train_labels: Sequence[int]
+    test_inputs: Sequence[Any]
+    test_labels: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of one fine-tuning run."""
+
+    epochs: int
+    learning_rate: float
+    batch_size: int = 32
+    weight_decay: float = 0.01
+    # A new head starts from noise, the body from pre-trained weights: the head has further to go.
+    head_speed_up: float = 10.0
+
+
+def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
+    """The command line of an example."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--work-dir", type=Path, default=Path(work_dir), help="where everything is written")
+    parser.add_argument("--rank", type=int, help="rank of the recovery; default: the example's own")
+    parser.add_argument(
+        "--evaluate-only",
+        action="store_true",
+        help="only load and evaluate the artifact in the work dir (the script starts itself this way)",
+    )
+    # Loading bars and "newly initialised head" warnings of a dozen models would hide the results.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return parser.parse_args()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    """Record how long a step took."""
+    print(f"== {step}", flush=True)
+    start = time.perf_counter()
+    yield
+    seconds[step] = round(time.perf_counter() - start, 1)
+
+
+def similar_length_batches(inputs: Sequence[Any], size: int, rng: random.Random) -> list[list[int]]:
+    """Random batches whose members have about the same length, so that little of a batch is padding."""
+    order = list(range(len(inputs)))
+    rng.shuffle(order)
+    batches = []
+    for start in range(0, len(order), 16 * size):
+        chunk = sorted(order[start : start + 16 * size], key=lambda i: len(inputs[i]))
+        batches += [chunk[i : i + size] for i in range(0, len(chunk), size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def train(model: PreTrainedModel, task: Task, collate: Collate, settings: Training) -> None:
+    """Fine-tune all weights of a classifier with AdamW, linear warm-up and linear decay."""
+    head = [p for name, p in model.named_parameters() if name.startswith("classifier")]
+    body = [p for name, p in model.named_parameters() if not name.startswith("classifier")]
+    rate = settings.learning_rate
+    optimizer = torch.optim.AdamW(
+        [{"params": body}, {"params": head, "lr": rate * settings.head_speed_up}],
+        lr=rate,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    rng = random.Random(0)
+    batches = [
+        batch
+        for _ in range(settings.epochs)
+        for batch in similar_length_batches(task.train_inputs, settings.batch_size, rng)
+    ]
+    schedule = get_linear_schedule_with_warmup(optimizer, len(batches) // 10, len(batches))
+    model.train()
+    progress = tqdm(batches, desc=f"train {task.name}", unit="batch")
+    for batch in progress:
+        labels = torch.tensor([int(task.train_labels[i]) for i in batch])
+        loss = model(**collate([task.train_inputs[i] for i in batch]), labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    model.eval()
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder that appears under its name only when it is complete: an interrupted run leaves no half model."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
+
+
+@torch.inference_mode()
+def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: str) -> float:
+    """Share of the test inputs of a task whose largest logit is the right class."""
+    right = 0
+    for start in tqdm(range(0, len(task.test_inputs), EVALUATION_BATCH), desc=name, unit="batch"):
+        rows = slice(start, start + EVALUATION_BATCH)
+        predicted = forward(**collate(task.test_inputs[rows])).logits.argmax(-1)
+        right += (predicted == torch.as_tensor(task.test_labels[rows])).sum().item()
+    return right / len(task.test_inputs)
+
+
+@torch.inference_mode()
+def accuracy_on_mixed_stream(model: RetexModel, tasks: Sequence[Task], collate: Collate) -> dict[str, dict[str, float]]:
+    """One shuffled stream of all tests, nothing told: a row counts only if both its task and its class are right."""
+    stream = [(task, i) for task in tasks for i in range(len(task.test_inputs))]
+    random.Random(0).shuffle(stream)
+    identified = {task.name: 0 for task in tasks}
+    right = {task.name: 0 for task in tasks}
+    for start in tqdm(range(0, len(stream), EVALUATION_BATCH), desc="mixed stream, task unknown", unit="batch"):
+        rows = stream[start : start + EVALUATION_BATCH]
+        output = model(**collate([task.test_inputs[i] for task, i in rows]))
+        classes = output.logits.argmax(-1).tolist()
+        for (task, i), found, predicted in zip(rows, output.routing.tasks, classes, strict=True):
+            identified[task.name] += found == task.name
+            right[task.name] += found == task.name and predicted == task.test_labels[i]
+    return {
+        task.name: {
+            "task_unknown": right[task.name] / len(task.test_inputs),
+            "identification": identified[task.name] / len(task.test_inputs),
+        }
+        for task in tasks
+    }
+
+
+def evaluate(
+    model: RetexModel,
+    tasks: Sequence[Task],
+    collate: Collate,
+    load_expert: Callable[[str], PreTrainedModel],
+) -> dict[str, dict[str, float]]:
+    """Test accuracies per task: of its expert, of the merged model, and of ReTeX told and not told the task."""
+    results = accuracy_on_mixed_stream(model, tasks, collate)
+    for task in tasks:
+
+        def told(task: Task = task, **inputs: Tensor) -> Any:
+            return model(**inputs, task=task.name)
+
+        row = results[task.name]
+        row["task_given"] = accuracy(told, task, collate, f"{task.name}, task given")
+        with model.disable_adapter():  # the merged weights, under the head of this task
+            row["merged"] = accuracy(told, task, collate, f"{task.name}, merged")
+        row["individual"] = accuracy(load_expert(task.name).eval(), task, collate, f"{task.name}, expert")
+    return results
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of a folder on disk."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def summarise(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The mean over tasks, and the mean over tasks of each method relative to the individual expert."""
+    rows = list(results.values())
+    accuracies = [column for column in COLUMNS if column != "identification"]
+    return {
+        "mean": {column: sum(row[column] for row in rows) / len(rows) for column in COLUMNS},
+        "normalised": {
+            column: sum(row[column] / row["individual"] for row in rows) / len(rows) for column in accuracies
+        },
+    }
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report as one table, followed by storage and time."""
+    rows = {**report["tasks"], **report["summary"]}
+    lines = ["| task | " + " | ".join(COLUMNS.values()) + " |", "|---" + "|---:" * len(COLUMNS) + "|"]
+    for name, row in rows.items():
+        cells = [f"{row[column]:.3f}" if column in row else "" for column in COLUMNS]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    storage = report["storage_bytes"]
+    lines += [
+        "",
+        f"Storage: {storage['artifact'] / 1e6:.1f} MB for the artifact (rank {report['rank']}), "
+        f"{storage['experts'] / 1e6:.1f} MB for the {len(report['tasks'])} experts "
+        f"({storage['artifact'] / storage['experts']:.0%}).",
+        "",
+        "Seconds: " + ", ".join(f"{step} {value:.1f}" for step, value in report["seconds"].items()) + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(work: Path, model: RetexModel, results: dict[str, Any], seconds: dict[str, float]) -> None:
+    """Print the table and write it as results.json and results.md."""
+    report = {
+        "tasks": results,
+        "summary": summarise(results),
+        "rank": model.retex_config.rank,
+        "storage_bytes": {
+            "artifact": folder_bytes(work / "retex"),
+            "experts": sum(folder_bytes(work / "experts" / task) for task in results),
+        },
+        "seconds": seconds,
+    }
+    table = as_markdown(report)
+    (work / "results.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (work / "results.md").write_text(table, encoding="utf-8")
+    print("\n" + table)
+
+
+def evaluate_in_fresh_process(script: str, work: Path, seconds: dict[str, float]) -> None:
+    """Start the script again on what it saved: nothing but the files on disk reaches the evaluation."""
+    (work / "seconds.json").write_text(json.dumps(seconds, indent=2) + "\n", encoding="utf-8")
+    child = subprocess.run([sys.executable, script, "--evaluate-only", "--work-dir", str(work)], check=False)
+    sys.exit(child.returncode)

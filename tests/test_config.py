@@ -1,0 +1,158 @@
+"""Every knob: what it takes, what it refuses and how it says so, and the way through a JSON file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from retex_hf import ConfigError, RetexConfig, RetexError
+from retex_hf.config import matches
+
+NAN, INF = float("nan"), float("inf")
+
+ALLOWED = {
+    "rank": [1, 256, "full"],
+    "task_embedding_dim": [None, 1, 64],
+    "merge": ["average", "org/merged", {"method": "ties"}, {"method": "ties", "density": 0.1}],
+    "exclude": [[], ["*embeddings*", "lm_head"]],
+    "heads": ["auto", [], ["classifier", "*.score"]],
+    "routing": ["hard", "soft"],
+    "temperature": [1, 0.01, 50.0],
+    "feature_layer": ["auto", "encoder.layer.3", 0, -1],
+    "feature_pooling": ["mean", "first", "last"],
+    "feature_source": ["merged", "pretrained"],
+    "num_reference": [1, 64],
+    "signature_rank": [1, 6, 0.1, 1.0],
+    "tasks": [[], ["a", "b"]],
+    "base_model": [None, {"id": "org/base", "revision": "0" * 40}],
+    "experts": [{}, {"a": {"id": "org/a"}}],
+    "labels": [{}, {"a": {"id2label": {"0": "no"}}}],
+}
+REFUSED = {
+    "rank": [0, -1, 1.0, True, "all", None, [4]],
+    "task_embedding_dim": [0, -3, 2.0, False, "8"],
+    "merge": ["", None, 3, {}, {"density": 0.2}, {"method": 1}, ["average"]],
+    "exclude": ["*embeddings*", [1], None, {"a": 1}],
+    "heads": ["classifier", [None], None, {"a": 1}],
+    "routing": ["Hard", "", None, 0],
+    "temperature": [0, -1.0, NAN, INF, "1", True, None],
+    "feature_layer": ["", None, 1.5, True],
+    "feature_pooling": ["max", None],
+    "feature_source": ["base", None],
+    "num_reference": [0, 64.0, True, None],
+    "signature_rank": [0, -1, 0.0, 1.5, NAN, "0.1", True, None],
+    "tasks": [["a", "a"], ["a", 1], "ab", None],
+    "base_model": ["org/base", []],
+    "experts": [["a"], {"a": "org/a"}, {1: {}}, None],
+    "labels": [["a"], {"a": ["no", "yes"]}, {1: {}}, None],
+}
+
+
+def cases(table: dict[str, list]) -> list:
+    return [pytest.param(name, value, id=f"{name}={value!r}") for name, values in table.items() for value in values]
+
+
+def test_every_field_has_cases():
+    names = {field.name for field in fields(RetexConfig)}
+    assert set(ALLOWED) == set(REFUSED) == names
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
+def test_allowed_value_survives_json(name, value, tmp_path):
+    config = RetexConfig(**{name: value})
+    assert getattr(config, name) == value
+    config.save_pretrained(tmp_path)
+    assert RetexConfig.from_pretrained(tmp_path) == config
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_refused_value_is_named_with_its_field(name, value):
+    with pytest.raises(ConfigError) as caught:
+        RetexConfig(**{name: value})
+    assert str(caught.value).startswith(f"RetexConfig.{name} must be ")
+    assert str(caught.value).endswith(f", not {value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("rank", 0, '"full"'),
+        ("routing", "x", "'hard', 'soft'"),
+        ("feature_pooling", "x", "'mean', 'first', 'last'"),
+        ("feature_source", "x", "'merged', 'pretrained'"),
+        ("signature_rank", 2.0, "ratio in (0, 1]"),
+        ("heads", "x", '"auto" or a list of patterns'),
+    ],
+)
+def test_message_says_what_is_allowed(name, value, hint):
+    with pytest.raises(ConfigError) as caught:
+        RetexConfig(**{name: value})
+    assert hint in str(caught.value)
+
+
+def test_errors_are_value_errors_too():
+    with pytest.raises(ValueError):
+        RetexConfig(rank=0)
+    assert issubclass(ConfigError, RetexError)
+
+
+def test_paths_and_tuples_become_json_values():
+    config = RetexConfig(merge=Path("merged") / "model", exclude=("a",), heads=("b",), tasks=("c",))
+    assert (config.merge, config.exclude, config.heads, config.tasks) == (str(Path("merged/model")), ["a"], ["b"], ["c"])
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_lists_are_copies():
+    patterns = ["a"]
+    config = RetexConfig(exclude=patterns)
+    patterns.append("b")
+    assert config.exclude == ["a"]
+    assert RetexConfig().exclude is not RetexConfig().exclude
+
+
+def test_unknown_field_is_an_error():
+    with pytest.raises(ConfigError, match="no field 'ranks'.*'rank'"):
+        RetexConfig.from_dict({"ranks": 3})
+
+
+def test_artifact_section_is_not_a_field(tmp_path):
+    text = json.dumps({**RetexConfig(rank=7).to_dict(), "artifact": {"format_version": 1}})
+    (tmp_path / "retex_config.json").write_text(text, encoding="utf-8")
+    assert RetexConfig.from_pretrained(tmp_path) == RetexConfig(rank=7)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[1]", "must hold a JSON object, not a list"),
+    ],
+)
+def test_unreadable_file_is_named(content, message, tmp_path):
+    path = tmp_path / "retex_config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        RetexConfig.from_pretrained(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("encoder.layer.1", ["encoder.layer.1.weight"]),
+        ("encoder.layer.1.weight", ["encoder.layer.1.weight"]),
+        ("encoder.layer.1*", ["encoder.layer.1.weight", "encoder.layer.10.weight"]),
+        ("*.weight", ["encoder.layer.1.weight", "encoder.layer.10.weight", "head.weight"]),
+        ("layer.1", []),
+        ("Head", []),
+    ],
+)
+def test_patterns_name_modules_or_globs(pattern, matched):
+    names = ["encoder.layer.1.weight", "encoder.layer.10.weight", "head.weight", "head.bias"]
+    assert [name for name in names if matches(name, [pattern])] == matched
