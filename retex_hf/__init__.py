@@ -4,6 +4,7 @@ from .config import RetexConfig
 from .errors import ArtifactError, CheckpointError, ConfigError, InputError, RetexError, TaskError
 from .merging import merge_methods, register_merge
 from .model import RetexModel
+from .recovery import TrainingConfig
 from .routing import Routing
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "RetexModel",
     "Routing",
     "TaskError",
+    "TrainingConfig",
     "merge_methods",
     "register_merge",
 ]

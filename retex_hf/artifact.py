@@ -6,6 +6,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from .config import CONFIG_NAME, RetexConfig, read_config_file
 from .errors import ArtifactError, CheckpointError, ConfigError, shorten
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
-from .recovery import Layout, OffsetGenerator, RecoveryModule
-from .recovery.shapes import KINDS, MATRIX
+from .recovery import Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
+from .recovery.shapes import KINDS, MATRIX, ORDERS
 from .routing import Signatures
 
 FORMAT_VERSION = 1
@@ -87,10 +88,7 @@ def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> 
     section: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "library": library.NAME,
-        "recovery": {
-            name: _layout_to_json(parts.recovery[name].layout) | {"error": parts.errors.get(name)}
-            for name in parts.recovery
-        },
+        "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
         "heads": {
             task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
         },
@@ -111,8 +109,12 @@ def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> 
 def _recovery_tensors(recovery: RecoveryModule) -> dict[str, Tensor]:
     tensors = {TASK_EMBEDDING: recovery.task_embedding}
     for name in recovery:
-        for part, parameter in recovery[name].named_parameters():
-            tensors[f"{name}.{part}"] = parameter
+        scale = recovery.scale(name)
+        modules = {f"{name}.scale": scale} if scale is not None else {}
+        if recovery.generator_name(name) == name:
+            modules[name] = recovery[name]
+        for prefix, module in modules.items():
+            tensors |= {f"{prefix}.{part}": parameter for part, parameter in module.named_parameters()}
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
@@ -139,11 +141,18 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
             shutil.copy2(entry, new / entry.name, follow_symlinks=False)
 
 
-def _layout_to_json(layout: Layout) -> dict[str, Any]:
+def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> dict[str, Any]:
+    """How one parameter is recovered: its layout, where its generator is, and how large the error is."""
+    layout = recovery[name].layout
     values: dict[str, Any] = {"shape": list(layout.shape), "kind": layout.kind}
     if layout.kind == MATRIX:
         values |= {"batch": layout.batch, "rows": layout.rows, "columns": layout.columns, "rank": layout.rank}
-    return values
+        values |= {"order": layout.order, "inner_rank": layout.inner_rank}
+    return values | {
+        "generator": recovery.generator_name(name),
+        "scaled": recovery.scale(name) is not None,
+        "error": error,
+    }
 
 
 def read(folder: Path, **load_options: Any) -> RetexParts:
@@ -217,46 +226,81 @@ def _check_tensors(source: Source, expected: dict[str, tuple[int, ...]], where: 
 def _read_recovery(
     folder: Path, section: dict[str, Any], config: RetexConfig
 ) -> tuple[RecoveryModule, dict[str, float]]:
-    where = f"{folder / RECOVERY}*.safetensors"
-    layouts = {
-        name: _layout_from_json(folder, name, entry) for name, entry in _dict(section, "recovery", folder).items()
-    }
+    entries = {name: _Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
+    for name, entry in entries.items():
+        if entry.generator not in entries or entries[entry.generator].layout != entry.layout:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
     source = _open(folder, RECOVERY)
     embedding_dim = config.task_embedding_dim or len(config.tasks)
     expected: dict[str, tuple[int, ...]] = {TASK_EMBEDDING: (len(config.tasks), embedding_dim)}
-    for name, layout in layouts.items():
-        numbers = torch.Size(layout.generated_shape).numel()
-        expected[f"{name}.weight"] = (embedding_dim, numbers)
-        if f"{name}.bias" in source.infos:
-            expected[f"{name}.bias"] = (numbers,)
-        if layout.shared_shape is not None:
-            expected[f"{name}.shared"] = layout.shared_shape
-    _check_tensors(source, expected, where)
+    for name, entry in entries.items():
+        if entry.generator == name:
+            expected |= _generator_shapes(name, entry.layout, embedding_dim, f"{name}.bias" in source.infos)
+        if entry.scaled:
+            expected |= {f"{name}.scale.weight": (embedding_dim,), f"{name}.scale.bias": ()}
+    _check_tensors(source, expected, f"{folder / RECOVERY}*.safetensors")
 
     def part(name: str) -> Tensor | None:
         return source.read(name) if name in expected else None
 
-    generators = {
-        name: OffsetGenerator(layout, part(f"{name}.weight"), part(f"{name}.bias"), part(f"{name}.shared"))
-        for name, layout in layouts.items()
+    made = {
+        name: OffsetGenerator(entry.layout, *(part(f"{name}.{p}") for p in ("weight", "bias", "shared", "inner")))
+        for name, entry in entries.items()
+        if entry.generator == name
     }
-    errors = {name: entry.get("error") for name, entry in section["recovery"].items()}
-    return RecoveryModule(source.read(TASK_EMBEDDING), generators), errors
+    generators = {name: made[entry.generator] for name, entry in entries.items()}
+    scales = {
+        name: ScaleGenerator(part(f"{name}.scale.weight"), part(f"{name}.scale.bias"))
+        for name, entry in entries.items()
+        if entry.scaled
+    }
+    errors = {name: entry.error for name, entry in entries.items()}
+    return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
 
 
-def _layout_from_json(folder: Path, name: str, entry: Any) -> Layout:
-    try:
-        layout = Layout(**{key: tuple(v) if key == "shape" else v for key, v in entry.items() if key != "error"})
-        sizes = (*layout.shape, layout.batch, layout.rows, layout.columns, layout.rank)
-        valid = layout.kind in KINDS and all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes)
-        if valid and layout.kind == MATRIX:
-            numbers = torch.Size(layout.stacked_shape).numel()
-            valid = torch.Size(layout.shape).numel() == numbers and layout.rank > 0
-    except (TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is described by {entry!r}.")
-    return layout
+def _generator_shapes(name: str, layout: Layout, embedding_dim: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    numbers = torch.Size(layout.generated_shape).numel()
+    shapes: dict[str, tuple[int, ...] | None] = {
+        f"{name}.weight": (embedding_dim, numbers),
+        f"{name}.bias": (numbers,) if bias else None,
+        f"{name}.shared": layout.shared_shape,
+        f"{name}.inner": layout.inner_shape,
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the configuration says of one recovered parameter."""
+
+    layout: Layout
+    generator: str
+    scaled: bool
+    error: float | None
+
+    @classmethod
+    def from_json(cls, folder: Path, name: str, values: Any) -> _Entry:
+        try:
+            fields = {"generator": name, "scaled": False, "error": None, **values}
+            own = {key: fields.pop(key) for key in ("generator", "scaled", "error")}
+            layout = Layout(**{key: tuple(value) if key == "shape" else value for key, value in fields.items()})
+            valid = _is_valid(layout) and isinstance(own["generator"], str) and isinstance(own["scaled"], bool)
+        except (TypeError, AttributeError):
+            valid = False
+        if not valid:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is described by {values!r}.")
+        return cls(layout, **own)
+
+
+def _is_valid(layout: Layout) -> bool:
+    sizes = (*layout.shape, layout.batch, layout.rows, layout.columns, layout.rank, layout.inner_rank or 1)
+    if layout.kind not in KINDS or layout.order not in ORDERS:
+        return False
+    if not all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes):
+        return False
+    if layout.kind != MATRIX:
+        return True
+    return torch.Size(layout.shape).numel() == torch.Size(layout.stacked_shape).numel() and layout.rank > 0
 
 
 def _read_heads(folder: Path, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:

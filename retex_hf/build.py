@@ -8,8 +8,9 @@ from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .checkpoints import (
     Checkpoint,
@@ -28,7 +29,10 @@ from .errors import CheckpointError, ConfigError
 from .libraries import hf_transformers, library_of, openclip
 from .merging import Merger, get_merger, merge_methods
 from .parts import RetexParts
-from .recovery import RecoveryModule, Solution, plan_layout, solve
+from .recovery import Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
+from .recovery.processes import run_dealt
+
+SOLVERS = ("closed_form", "adam")
 
 
 def build(
@@ -36,19 +40,21 @@ def build(
     experts: Mapping[str, Any],
     config: RetexConfig,
     *,
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    accelerator: Accelerator | None = None,
     model_config: str | dict[str, Any] | None = None,
     check_base: bool = True,
     token: str | None = None,
     cache_dir: str | None = None,
     progress: bool = True,
 ) -> RetexParts:
-    """Merge the experts and solve for the recovery of each. See `RetexModel.from_experts`."""
+    """Merge the experts and find the recovery of each. See `RetexModel.from_experts`."""
     tasks = _check_tasks(experts)
-    if config.task_embedding_dim is not None and config.task_embedding_dim < len(tasks):
-        raise ConfigError(
-            f"RetexConfig.task_embedding_dim must be at least the number of tasks ({len(tasks)}), "
-            f"not {config.task_embedding_dim}."
-        )
+    if solver not in SOLVERS:
+        raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
+    if training is not None and solver != "adam":
+        raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
     options = {"token": token, "cache_dir": cache_dir}
     base_source = open_source(base, "the base", **options)
     sources = {task: open_source(spec, f"expert {task!r}", **options) for task, spec in experts.items()}
@@ -60,28 +66,30 @@ def build(
     if check_base:
         check_related(expert_set, inventory.shapes)
     merger = _open_merger(config, expert_set, model, library, inventory, options)
-
-    merged_tensors = model.state_dict()
-    solutions: dict[str, Solution] = {}
-    pretrained: dict[str, Tensor] = {}
-    for name in tqdm(expert_set.names, desc="Merging and solving", unit="tensor", disable=not progress):
-        base_tensor = read_finite(expert_set.base, name)
-        tensors = [read_finite(expert, name) for expert in expert_set.experts.values()]
-        target = merged_tensors[name]
-        # What is stored is the rounded merge, so the differences are taken from that.
-        target.copy_(merger(name, base_tensor, tensors))
-        if config.feature_source == "pretrained":
-            pretrained[name] = base_tensor.to(target.dtype).clone()
-        if not matches(name, config.exclude):
-            solution = _solve(tensors, target, config, convolution=name in inventory.convolutions)
-            if solution is not None:
-                solutions[name] = solution
-
+    merged = model.state_dict()
+    changed = _merge(expert_set, merger, merged, accelerator, progress)
     for name in inventory.integers:
         if name in expert_set.base:
-            merged_tensors[name].copy_(expert_set.base.read(name))
+            merged[name].copy_(expert_set.base.read(name))
+    pretrained = {}
+    if config.feature_source == "pretrained":
+        pretrained = {name: expert_set.read_base(name).to(merged[name].dtype).clone() for name in expert_set.names}
+
+    targets = Targets(
+        expert_set,
+        merged,
+        names=[name for name in expert_set.names if changed[name] and not matches(name, config.exclude)],
+        expert_numbers=sum(merged[name].numel() for name in expert_set.names),
+    )
+    layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress)
+    if solver == "closed_form":
+        recovery, errors = solve_all(targets, layouts, config, accelerator, progress)
+    else:
+        recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress)
+        errors = relative_errors(targets, recovery)
+
     heads = {
-        task: {name: read_finite(expert, name).to(merged_tensors[name].dtype).clone() for name in expert_set.heads}
+        task: {name: read_finite(expert, name).to(merged[name].dtype).clone() for name in expert_set.heads}
         for task, expert in expert_set.experts.items()
     }
     labels = _labels(model, library, sources, heads)
@@ -89,7 +97,6 @@ def build(
     replace_tensors(model, heads[tasks[0]])
     if tasks[0] in labels:
         library.set_labels(model, labels[tasks[0]])
-    recovery = RecoveryModule.from_solutions(solutions, len(tasks), config.task_embedding_dim)
     filled = dataclasses.replace(
         config,
         tasks=tasks,
@@ -97,9 +104,35 @@ def build(
         experts={task: source.provenance for task, source in sources.items()},
         labels=labels,
     )
-    errors = {name: (s.residual / s.energy) ** 0.5 for name, s in solutions.items()}
     side_folder = base_source.folder or next((s.folder for s in sources.values() if s.folder), None)
     return RetexParts(filled, model, recovery, heads, errors, pretrained=pretrained, side_folder=side_folder)
+
+
+def _merge(
+    experts: ExpertSet,
+    merger: Merger,
+    merged: dict[str, Tensor],
+    accelerator: Accelerator | None,
+    progress: bool,
+) -> dict[str, bool]:
+    """Write the merged tensors into the model; returns in which of them some expert differs from the merge."""
+
+    alone = accelerator is None or accelerator.num_processes == 1
+
+    def work(name: str) -> tuple[Tensor | None, bool]:
+        base = read_finite(experts.base, name)
+        tensors = [read_finite(expert, name) for expert in experts.experts.values()]
+        merged[name].copy_(merger(name, base, tensors))
+        # What is stored is the rounded merge, so differences are taken from that.
+        differs = any(not torch.equal(tensor.to(merged[name].dtype), merged[name]) for tensor in tensors)
+        return None if alone else merged[name], differs
+
+    costs = {name: float(merged[name].numel()) for name in experts.names}
+    done = run_dealt(costs, work, accelerator, "Merging", progress)
+    for name, (tensor, _) in done.items():
+        if tensor is not None:
+            merged[name].copy_(tensor)
+    return {name: differs for name, (_, differs) in done.items()}
 
 
 def _check_tasks(experts: Mapping[str, Any]) -> list[str]:
@@ -198,14 +231,6 @@ def _open_merger(
                 f"{merged.label}: tensor {name!r} has shape {merged.shape(name)}, not {inventory.shapes[name]}."
             )
     return lambda name, _base, _experts: read_finite(merged, name).float()
-
-
-def _solve(tensors: list[Tensor], merged: Tensor, config: RetexConfig, convolution: bool) -> Solution | None:
-    """Factors of one parameter, or None where no expert differs from the merge (a frozen tower)."""
-    differences = [tensor.float() - merged.float() for tensor in tensors]
-    if not any(difference.any() for difference in differences):
-        return None
-    return solve(differences, plan_layout(tuple(merged.shape), config.rank, len(tensors), convolution))
 
 
 def _labels(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,6 +15,9 @@ from .errors import ConfigError
 
 CONFIG_NAME = "retex_config.json"
 
+RECOVERIES = ("offset", "affine")
+FACTOR_ORDERS = ("generated_first", "shared_first")
+SOFT_SAMPLERS = ("dirichlet", "uniform_softmax", "gaussian_softmax")
 ROUTINGS = ("hard", "soft")
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
@@ -31,9 +35,20 @@ class RetexConfig:
     Args:
         rank: Rank of the recovered difference of each weight matrix, or `"full"` to store every difference
             exactly. A matrix whose smaller side does not exceed `rank` gets half that side instead.
-        task_embedding_dim: Width of the task embedding; default: the number of tasks.
+        inner_rank: ReTeX-E: the generated factor is itself a product, of this rank. It spans exactly what
+            `rank=inner_rank` spans, and exists to reproduce the paper.
+        rank_budget: Instead of one `rank`: a share of the experts' storage, spent on the layers and ranks that buy the
+            most energy per stored number.
+        task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
+            generator rows.
         merge: How experts become one model: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`), the
             same with options (`{"method": "ties", "density": 0.2}`), or the path or Hub id of a finished merge.
+        recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
+            task and layer.
+        factor_order: `"generated_first"` (`G_t S`) or `"shared_first"` (`S G_t`).
+        share_layers: Parameters of one shape share generator and factor.
+        soft_training: None recovers single tasks; `"dirichlet"` (or `{"method": "dirichlet", "alpha": 1.0}`),
+            `"uniform_softmax"` and `"gaussian_softmax"` minimise the expected loss over mixtures of tasks drawn so.
         exclude: Patterns of parameters that stay at their merged value for every task (nothing is stored for them).
         heads: `"auto"`, or patterns of the parameters that each task keeps whole. Parameters that the base does not
             have, and output layers whose size differs between experts, are always heads.
@@ -59,8 +74,14 @@ class RetexConfig:
     """
 
     rank: int | str = 256
+    inner_rank: int | None = None
+    rank_budget: float | None = None
     task_embedding_dim: int | None = None
     merge: str | dict[str, Any] = "average"
+    recovery: str = "offset"
+    factor_order: str = "generated_first"
+    share_layers: bool = False
+    soft_training: str | dict[str, Any] | None = None
     exclude: list[str] = field(default_factory=list)
     heads: str | list[str] = "auto"
     routing: str = "hard"
@@ -76,62 +97,26 @@ class RetexConfig:
     labels: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.rank == "full" or _is_int(self.rank, 1), "rank", self.rank, 'a positive integer or "full"')
-        _require(
-            self.task_embedding_dim is None or _is_int(self.task_embedding_dim, 1),
-            "task_embedding_dim", self.task_embedding_dim, "a positive integer or None",
-        )  # fmt: skip
         if isinstance(self.merge, os.PathLike):
             self.merge = os.fspath(self.merge)
-        if isinstance(self.merge, dict):
-            _require(isinstance(self.merge.get("method"), str), "merge", self.merge, 'a dict with a "method" name')
-        else:
-            _require(
-                isinstance(self.merge, str) and self.merge != "",
-                "merge",
-                self.merge,
-                "a method name, dict or path",
-            )
-        _require(_is_strings(self.exclude), "exclude", self.exclude, "a list of parameter-name patterns")
-        _require(
-            self.heads == "auto" or _is_strings(self.heads),
-            "heads",
-            self.heads,
-            '"auto" or a list of patterns',
-        )
-        _require(self.routing in ROUTINGS, "routing", self.routing, f"one of {ROUTINGS}")
-        _require(
-            _is_number(self.temperature) and 0 < self.temperature < math.inf,
-            "temperature", self.temperature, "a number above 0",
-        )  # fmt: skip
-        _require(
-            _is_int(self.feature_layer) or (isinstance(self.feature_layer, str) and self.feature_layer != ""),
-            "feature_layer", self.feature_layer, 'a module name, an index or "auto"',
-        )  # fmt: skip
-        _require(self.feature_pooling in POOLINGS, "feature_pooling", self.feature_pooling, f"one of {POOLINGS}")
-        _require(
-            self.feature_source in FEATURE_SOURCES,
-            "feature_source",
-            self.feature_source,
-            f"one of {FEATURE_SOURCES}",
-        )
-        _require(_is_int(self.num_reference, 1), "num_reference", self.num_reference, "a positive integer")
-        _require(
-            _is_int(self.signature_rank, 1)
-            or (isinstance(self.signature_rank, float) and 0 < self.signature_rank <= 1),
-            "signature_rank", self.signature_rank, "a positive integer or a ratio in (0, 1]",
-        )  # fmt: skip
-        _require(
-            _is_strings(self.tasks) and len(set(self.tasks)) == len(self.tasks),
-            "tasks",
-            self.tasks,
-            "unique names",
-        )
-        _require(self.base_model is None or isinstance(self.base_model, dict), "base_model", self.base_model, "a dict")
-        for name in ("experts", "labels"):
-            _require(_is_dict_of_dicts(getattr(self, name)), name, getattr(self, name), "a dict of task name to dict")
+        for name, (is_allowed, allowed) in RULES.items():
+            if not is_allowed(getattr(self, name)):
+                raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {getattr(self, name)!r}.")
         self.exclude, self.tasks = list(self.exclude), list(self.tasks)
         self.heads = self.heads if self.heads == "auto" else list(self.heads)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.inner_rank is not None and isinstance(self.rank, int) and self.inner_rank > self.rank:
+            raise ConfigError(
+                f"RetexConfig.inner_rank must not exceed rank ({self.rank}), not {self.inner_rank}: "
+                "A_t B spans no more than A_t has columns."
+            )
+        for name, default in (("inner_rank", None), ("share_layers", False)):
+            if self.rank_budget is not None and getattr(self, name) != default:
+                raise ConfigError(f"RetexConfig.rank_budget chooses the rank of every layer; it excludes {name}.")
+        if self.recovery == "affine" and self.soft_training is not None:
+            raise ConfigError('RetexConfig.recovery="affine" and soft_training exclude each other.')
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -173,11 +158,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {value!r}.")
-
-
 def _is_int(value: Any, minimum: int | None = None) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (minimum is None or value >= minimum)
 
@@ -192,3 +172,53 @@ def _is_dict_of_dicts(value: Any) -> bool:
 
 def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def _is_soft_training(value: Any) -> bool:
+    if value is None:
+        return True
+    options = dict(value) if isinstance(value, dict) else {"method": value}
+    method = options.pop("method", None)
+    if method != "dirichlet":
+        return method in SOFT_SAMPLERS and not options
+    alpha = options.pop("alpha", 1.0)
+    return _is_number(alpha) and 0 < alpha < math.inf and not options
+
+
+# Field -> (is a value allowed?, what is allowed, in words).
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rank": (lambda v: v == "full" or _is_int(v, 1), 'a positive integer or "full"'),
+    "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
+    "rank_budget": (lambda v: v is None or (_is_number(v) and 0 < v <= 1), "a share in (0, 1] or None"),
+    "task_embedding_dim": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
+    "merge": (
+        lambda v: isinstance(v["method"] if isinstance(v, dict) and "method" in v else v, str) and v != "",
+        'a method name, a dict with a "method" name, or a path',
+    ),
+    "recovery": (lambda v: v in RECOVERIES, f"one of {RECOVERIES}"),
+    "factor_order": (lambda v: v in FACTOR_ORDERS, f"one of {FACTOR_ORDERS}"),
+    "share_layers": (lambda v: isinstance(v, bool), "True or False"),
+    "soft_training": (
+        _is_soft_training,
+        f'None, one of {SOFT_SAMPLERS}, or {{"method": "dirichlet", "alpha": a number above 0}}',
+    ),
+    "exclude": (lambda v: _is_strings(v), "a list of parameter-name patterns"),
+    "heads": (lambda v: v == "auto" or _is_strings(v), '"auto" or a list of patterns'),
+    "routing": (lambda v: v in ROUTINGS, f"one of {ROUTINGS}"),
+    "temperature": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0"),
+    "feature_layer": (
+        lambda v: _is_int(v) or (isinstance(v, str) and v != ""),
+        'a module name, an index or "auto"',
+    ),
+    "feature_pooling": (lambda v: v in POOLINGS, f"one of {POOLINGS}"),
+    "feature_source": (lambda v: v in FEATURE_SOURCES, f"one of {FEATURE_SOURCES}"),
+    "num_reference": (lambda v: _is_int(v, 1), "a positive integer"),
+    "signature_rank": (
+        lambda v: _is_int(v, 1) or (isinstance(v, float) and 0 < v <= 1),
+        "a positive integer or a ratio in (0, 1]",
+    ),
+    "tasks": (lambda v: _is_strings(v) and len(set(v)) == len(v), "unique names"),
+    "base_model": (lambda v: v is None or isinstance(v, dict), "a dict"),
+    "experts": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
+    "labels": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
+}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -26,6 +27,7 @@ from .errors import ArtifactError, CheckpointError, ConfigError, InputError, Ret
 from .execution import Assignment, ExpertCache, ExpertRunner, Group, call_method, copy_with, parse_task, task_index
 from .libraries import library_of
 from .parts import RetexParts
+from .recovery import TrainingConfig
 from .routing import (
     FeatureExtractor,
     Routing,
@@ -109,6 +111,8 @@ class RetexModel(nn.Module):
         config: RetexConfig | None = None,
         *,
         solver: str = "closed_form",
+        training: TrainingConfig | None = None,
+        accelerator: Accelerator | None = None,
         model_config: str | dict[str, Any] | None = None,
         check_base: bool = True,
         expert_cache: str | int = "2GB",
@@ -124,7 +128,10 @@ class RetexModel(nn.Module):
                 (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight file, a module or a
                 state dict. Tensors are read one at a time; files are memory-mapped.
             config: Defaults to `RetexConfig()`.
-            solver: `"closed_form"`, the exact optimum.
+            solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
+            training: Settings of `"adam"`.
+            accelerator: An `accelerate.Accelerator`: the work is shared among its processes, which must all make this
+                call. The exact result does not depend on their number.
             model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict.
             check_base: Refuse experts that do not descend from the base.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
@@ -132,12 +139,13 @@ class RetexModel(nn.Module):
             cache_dir: Hub cache.
             progress: Show a progress bar.
         """
-        if solver != "closed_form":
-            raise ConfigError(f'solver must be "closed_form", not {solver!r}.')
         parts = build(
             base,
             experts,
             config or RetexConfig(),
+            solver=solver,
+            training=training,
+            accelerator=accelerator,
             model_config=model_config,
             check_base=check_base,
             token=token,

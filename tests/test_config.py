@@ -15,6 +15,12 @@ NAN, INF = float("nan"), float("inf")
 
 ALLOWED = {
     "rank": [1, 256, "full"],
+    "inner_rank": [None, 1, 64],
+    "rank_budget": [None, 0.15, 1],
+    "recovery": ["offset", "affine"],
+    "factor_order": ["generated_first", "shared_first"],
+    "share_layers": [False, True],
+    "soft_training": [None, "dirichlet", {"method": "dirichlet", "alpha": 0.1}, "uniform_softmax", "gaussian_softmax"],
     "task_embedding_dim": [None, 1, 64],
     "merge": ["average", "org/merged", {"method": "ties"}, {"method": "ties", "density": 0.1}],
     "exclude": [[], ["*embeddings*", "lm_head"]],
@@ -33,6 +39,12 @@ ALLOWED = {
 }
 REFUSED = {
     "rank": [0, -1, 1.0, True, "all", None, [4]],
+    "inner_rank": [0, 2.0, True, "4"],
+    "rank_budget": [0, 1.5, -0.1, NAN, True, "15%"],
+    "recovery": ["scale", None],
+    "factor_order": ["reversed", None],
+    "share_layers": [None, 1, "yes"],
+    "soft_training": ["beta", {"method": "dirichlet", "alpha": 0}, {"method": "uniform_softmax", "alpha": 1}, 1],
     "task_embedding_dim": [0, -3, 2.0, False, "8"],
     "merge": ["", None, 3, {}, {"density": 0.2}, {"method": 1}, ["average"]],
     "exclude": ["*embeddings*", [1], None, {"a": 1}],
@@ -101,7 +113,8 @@ def test_errors_are_value_errors_too():
 
 def test_paths_and_tuples_become_json_values():
     config = RetexConfig(merge=Path("merged") / "model", exclude=("a",), heads=("b",), tasks=("c",))
-    assert (config.merge, config.exclude, config.heads, config.tasks) == (str(Path("merged/model")), ["a"], ["b"], ["c"])
+    assert config.merge == str(Path("merged") / "model")
+    assert (config.exclude, config.heads, config.tasks) == (["a"], ["b"], ["c"])
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 
@@ -114,7 +127,7 @@ def test_lists_are_copies():
 
 
 def test_unknown_field_is_an_error():
-    with pytest.raises(ConfigError, match="no field 'ranks'.*'rank'"):
+    with pytest.raises(ConfigError, match=r"no field 'ranks'.*'rank'"):
         RetexConfig.from_dict({"ranks": 3})
 
 
@@ -156,3 +169,17 @@ def test_unreadable_file_is_named(content, message, tmp_path):
 def test_patterns_name_modules_or_globs(pattern, matched):
     names = ["encoder.layer.1.weight", "encoder.layer.10.weight", "head.weight", "head.bias"]
     assert [name for name in names if matches(name, [pattern])] == matched
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 8, "inner_rank": 9}, r"inner_rank must not exceed rank \(8\), not 9"),
+        ({"rank_budget": 0.1, "inner_rank": 4}, "excludes inner_rank"),
+        ({"rank_budget": 0.1, "share_layers": True}, "excludes share_layers"),
+        ({"recovery": "affine", "soft_training": "dirichlet"}, "exclude each other"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RetexConfig(**options)

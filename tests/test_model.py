@@ -15,7 +15,7 @@ from helpers import TASKS, assert_same, make_experts
 from transformers import BertConfig, BertModel
 
 import retex_hf
-from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel, TaskError
+from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel, TaskError, TrainingConfig
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_wrong_options_are_refused(base):
         RetexModel.from_experts(base, experts, solver="magic")
     with pytest.raises(ConfigError, match="expert_cache"):
         RetexModel.from_experts(base, experts, expert_cache="lots", progress=False)
-    with pytest.raises(ConfigError, match="at least the number of tasks"):
-        RetexModel.from_experts(base, experts, RetexConfig(task_embedding_dim=2))
+    with pytest.raises(ConfigError, match="training= is for"):
+        RetexModel.from_experts(base, experts, training=TrainingConfig())
     with pytest.raises(ConfigError, match="merge"):
         RetexModel.from_experts(base, experts, RetexConfig(merge={"method": "nope"}))

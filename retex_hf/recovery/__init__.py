@@ -1,15 +1,39 @@
-"""From the merged weights back to each expert's: shape rules, generator module, closed-form solver."""
+"""From the merged weights back to each expert's: shape rules, generator module, exact solver, training."""
 
-from .closed_form import Solution, solve
-from .module import OffsetGenerator, RecoveryModule
+from .budget import Spectrum, allocate
+from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
+from .design import Design, dirichlet_moments, narrow_basis
+from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
+from .samplers import sample_weights
 from .shapes import Layout, effective_rank, plan_layout
+from .solver import plan_layouts, relative_errors, soft_moments, solve_all
+from .targets import Targets
+from .training import History, TrainingConfig, train
 
 __all__ = [
+    "Design",
+    "History",
     "Layout",
     "OffsetGenerator",
     "RecoveryModule",
+    "ScaleGenerator",
     "Solution",
+    "Spectrum",
+    "Targets",
+    "TrainingConfig",
+    "allocate",
+    "dirichlet_moments",
     "effective_rank",
+    "narrow_basis",
     "plan_layout",
+    "plan_layouts",
+    "relative_errors",
+    "sample_weights",
+    "soft_moments",
     "solve",
+    "solve_affine",
+    "solve_all",
+    "solve_shared",
+    "spectrum",
+    "train",
 ]

@@ -56,16 +56,15 @@ def concave_options(spectrum: Spectrum, num_tasks: int) -> list[Option]:
     """The options of a parameter that no mixture of cheaper and dearer ones beats, by growing cost."""
     layout = spectrum.layout
     total = spectrum.values.sum().item()
+    whole = layout.whole()
     options = [Option(0, 0.0, None)]
     if layout.kind == MATRIX:
         energies = spectrum.values.cumsum(0).tolist()
-        whole = layout.whole()
         step = layout.with_rank(1).stored_numbers(num_tasks)
         affordable = min(len(energies), (whole.stored_numbers(num_tasks) - 1) // step)
         options += [Option(q * step, energies[q - 1], layout.with_rank(q)) for q in range(1, affordable + 1)]
-        options.append(Option(whole.stored_numbers(num_tasks), total, whole))
-    else:
-        options.append(Option(layout.stored_numbers(num_tasks), total, layout))
+    # A vector is all or nothing, and needs no shared scalar.
+    options.append(Option(whole.stored_numbers(num_tasks), total, whole))
     hull: list[Option] = []
     for option in options:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], option):

@@ -39,8 +39,9 @@ OPEN_CLIP = {
     "open_clip folder": lambda model, path: str(
         writers.open_clip_folder(model, path, OPEN_CLIP_VIT, "open_clip_model.safetensors")
     ),
-    "local-dir": lambda model, path: "local-dir:"
-    + str(writers.open_clip_folder(model, path, OPEN_CLIP_VIT, "open_clip_model.safetensors")),
+    "local-dir": lambda model, path: (
+        "local-dir:" + str(writers.open_clip_folder(model, path, OPEN_CLIP_VIT, "open_clip_model.safetensors"))
+    ),
     "open_clip bin": lambda model, path: writers.open_clip_folder(
         model, path, OPEN_CLIP_VIT, "open_clip_pytorch_model.bin"
     ),
@@ -152,7 +153,7 @@ def test_hub_id_is_resolved_to_a_commit(bert, hub_cache, spec, revision, task):
 
 
 def test_build_from_the_hub_keeps_the_provenance(bert, hub_cache):
-    base, experts = bert
+    experts = bert[1]
     model = assert_recovers("org/base", experts | {"red": "org/base@v2"}, experts, cache_dir=hub_cache)
     config = model.retex_config
     assert config.base_model == {"source": "hub", "id": "org/base", "revision": COMMITS["main"]}

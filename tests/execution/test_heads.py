@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from families import TEXT, tokens
-from helpers import MIXED, TASKS, make_experts, rows_of
+from helpers import MIXED, TASKS, build_retex, make_experts, rows_of
 from torch.nn.functional import cross_entropy
 
 from retex_hf import RetexConfig, RetexError, RetexModel
@@ -113,8 +113,6 @@ def test_predict_follows_the_routing(classifiers):
 
 
 def test_predict_is_refused_for_models_without_classes():
-    from helpers import build_retex
-
     model, _ = build_retex("bert")
     with pytest.raises(RetexError, match="predict is for classifiers"):
         model.predict(**tokens(2), task="red")

@@ -119,9 +119,7 @@ def test_ties_defaults_are_the_papers():
         tensors.vector(tensors.merge("ties")),
         tensors.vector(tensors.merge("ties", density=0.2, scale=1.0, trim="vector")),
     )
-    assert not torch.equal(
-        tensors.vector(tensors.merge("ties")), tensors.vector(tensors.merge("ties", trim="tensor"))
-    )
+    assert not torch.equal(tensors.vector(tensors.merge("ties")), tensors.vector(tensors.merge("ties", trim="tensor")))
 
 
 @pytest.mark.parametrize("method", ["average", "task_arithmetic", "ties"])
@@ -154,7 +152,7 @@ def test_ties_with_nothing_to_merge_prepares_nothing():
         ("ties", {"density": "0.2"}, "density must be a number, not '0.2'"),
         ("ties", {"density": float("nan")}, "density must be a number, not nan"),
         ("ties", {"scale": None}, "scale must be a number, not None"),
-        ("ties", {"trim": "layer"}, "trim must be \"vector\" or \"tensor\", not 'layer'"),
+        ("ties", {"trim": "layer"}, 'trim must be "vector" or "tensor", not \'layer\''),
         ("task_arithmetic", {"scale": "0.3"}, "scale must be a number, not '0.3'"),
     ],
 )

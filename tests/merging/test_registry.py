@@ -97,6 +97,6 @@ def test_a_result_of_another_shape_is_refused(bert, result, found):
     def broken(base, experts):
         return result(base)
 
-    name = "'embeddings.word_embeddings.weight'"
-    with pytest.raises(ConfigError, match=rf"'broken' must return a tensor of shape \(40, 16\) for {name}, not {found}"):
+    message = rf"'broken' must return a tensor of shape \(40, 16\) for 'embeddings.word_embeddings.weight', not {found}"
+    with pytest.raises(ConfigError, match=message):
         merged(bert, "broken")

@@ -1,0 +1,59 @@
+"""What recovery is fitted to: the experts' tensors and the merged ones, read one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class ExpertTensors(Protocol):
+    """Where the experts' tensors come from (memory-mapped files, as a rule)."""
+
+    @property
+    def tasks(self) -> list[str]: ...
+
+    def read_expert(self, task: str, name: str) -> Tensor: ...
+
+
+@dataclass
+class Targets:
+    """The experts beside the merged model.
+
+    `names` are the parameters to recover: those in which some expert differs from the merge. `expert_numbers` is how
+    many numbers one expert stores, all parameters included.
+    """
+
+    experts: ExpertTensors
+    merged: Mapping[str, Tensor]
+    names: list[str]
+    expert_numbers: int
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.experts.tasks)
+
+    def expert(self, task: int, name: str) -> Tensor:
+        """One expert's tensor, in float32 or better."""
+        return _wide(self.experts.read_expert(self.experts.tasks[task], name))
+
+    def all_experts(self, name: str) -> list[Tensor]:
+        return [self.expert(task, name) for task in range(self.num_tasks)]
+
+    def differences(self, name: str) -> list[Tensor]:
+        """`D_t = W_t - W_merged` of every task."""
+        merged = _wide(self.merged[name])
+        return [expert - merged for expert in self.all_experts(name)]
+
+    def mixed_difference(self, name: str, weights: Tensor) -> Tensor:
+        """`sum_t w_t D_t`; only the experts that count are read."""
+        merged = _wide(self.merged[name])
+        tasks = weights.nonzero().flatten().tolist()
+        return sum(weights[task] * (self.expert(task, name) - merged) for task in tasks)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

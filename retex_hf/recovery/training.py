@@ -1,0 +1,334 @@
+"""The paper's path: learn the recovery module with Adam from the experts' parameters alone, on accelerate.
+
+Every optimizer step draws `batch_size` task weights from a generator seeded by the step's number, and every process
+takes its share of them. So losses do not depend on the number of processes, and a resumed run draws what it would have
+drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
+
+from ..config import RetexConfig
+from ..errors import ConfigError, RetexError
+from .module import RecoveryModule
+from .samplers import sample_weights
+from .shapes import MATRIX, Layout
+from .solver import solve_all
+from .targets import Targets
+
+OBJECTIVES = ("l2", "cosine", "cosine_l2")
+INITIALISATIONS = ("paper", "closed_form")
+STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
+
+
+@dataclass
+class TrainingConfig:
+    """Settings of the learned path; the defaults are the paper's.
+
+    Args:
+        steps: Optimizer steps on single tasks.
+        soft_steps: Further steps on mixtures drawn as `RetexConfig.soft_training` says (the paper's second stage).
+        learning_rate: Peak of the cosine schedule.
+        warmup_steps: Linear warm-up.
+        batch_size: Task weights per optimizer step, over all processes and accumulation steps.
+        max_grad_norm: Clip the gradient's norm, or None.
+        objective: `"l2"`, `"cosine"` (between the offsets and the differences) or `"cosine_l2"`, their sum.
+        l2_weight: Lambda of `"cosine_l2"`.
+        initialise: `"paper"` (random generators, zero shared factors) or `"closed_form"` (the exact optimum).
+        seed: Of the initialisation and of the draws.
+        checkpoint_dir: Where the state is saved, and resumed from if it is there already.
+        checkpoint_every: Steps between two saves.
+        log_every: Steps between two records (and trackers' logs).
+
+    Example:
+        >>> from retex_hf import TrainingConfig
+        >>> TrainingConfig(steps=500, warmup_steps=50, learning_rate=1e-3).objective
+        'l2'
+    """
+
+    steps: int = 5000
+    soft_steps: int = 0
+    learning_rate: float = 2e-4
+    warmup_steps: int = 600
+    batch_size: int = 1
+    max_grad_norm: float | None = None
+    objective: str = "l2"
+    l2_weight: float = 1.0
+    initialise: str = "paper"
+    seed: int = 0
+    checkpoint_dir: str | Path | None = None
+    checkpoint_every: int = 500
+    log_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "soft_steps", "warmup_steps"):
+            _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, self, "0 or more")
+        for name in ("batch_size", "checkpoint_every", "log_every"):
+            _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 1, name, self, "1 or more")
+        for name in ("learning_rate", "l2_weight"):
+            value = getattr(self, name)
+            _require(isinstance(value, (int, float)) and 0 < value < math.inf, name, self, "a number above 0")
+        clip = self.max_grad_norm
+        _require(
+            clip is None or (isinstance(clip, (int, float)) and clip > 0), "max_grad_norm", self, "above 0 or None"
+        )
+        _require(self.objective in OBJECTIVES, "objective", self, f"one of {OBJECTIVES}")
+        _require(self.initialise in INITIALISATIONS, "initialise", self, f"one of {INITIALISATIONS}")
+        _require(isinstance(self.seed, int), "seed", self, "an integer")
+        _require(self.steps + self.soft_steps > 0, "steps", self, "above 0, or soft_steps")
+
+
+@dataclass
+class History:
+    """What happened during training: one record per `log_every` steps."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RecoveryLoss(nn.Module):
+    """The objective as a module, so that DDP, FSDP and DeepSpeed see one forward pass per step."""
+
+    def __init__(self, recovery: RecoveryModule, targets: Targets, training: TrainingConfig) -> None:
+        super().__init__()
+        self.recovery = recovery
+        self.targets = targets
+        self.training_config = training
+
+    def forward(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed objective, squared error and energy of a batch of task weights (n, T)."""
+        rows = [self._one(row) for row in weights]
+        losses, squares, energies = (torch.stack(part).sum() for part in zip(*rows, strict=True))
+        return losses, squares.detach(), energies
+
+    def _one(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        embedding = self.recovery.embed(weights)
+        device = embedding.device
+        square = energy = dot = norm = torch.zeros((), device=device)
+        for name in self.recovery:
+            merged = self.targets.merged[name].to(device, torch.float32)
+            difference = self.targets.mixed_difference(name, weights.cpu()).to(device, torch.float32)
+            predicted = self.recovery.recover(name, merged, embedding).float() - merged
+            square = square + (predicted - difference).square().sum()
+            energy = energy + difference.square().sum()
+            if self.training_config.objective != "l2":
+                dot = dot + (predicted * difference).sum()
+                norm = norm + predicted.square().sum()
+        if self.training_config.objective == "l2":
+            return square, square, energy
+        # At the start all offsets are zero and have no direction; eps lets the gradient point the right way.
+        cosine = 1 - dot / ((norm + 1e-12).sqrt() * (energy + 1e-12).sqrt())
+        extra = self.training_config.l2_weight * square if self.training_config.objective == "cosine_l2" else 0.0
+        return cosine + extra, square, energy
+
+
+def train(
+    targets: Targets,
+    layouts: Mapping[str, Layout],
+    config: RetexConfig,
+    training: TrainingConfig,
+    accelerator: Accelerator | None = None,
+    progress: bool = True,
+    history: History | None = None,
+) -> RecoveryModule:
+    """Train a recovery module; resumes from `checkpoint_dir` if a state is there."""
+    accelerator = accelerator or Accelerator()
+    if training.soft_steps and config.soft_training is None:
+        raise ConfigError("TrainingConfig.soft_steps needs RetexConfig.soft_training to say which mixtures to draw.")
+    share = _share(training.batch_size, accelerator)
+    set_seed(training.seed)
+    loss_module = RecoveryLoss(_initial(targets, layouts, config, training, accelerator, progress), targets, training)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate)
+    total = training.steps + training.soft_steps
+    schedule = get_cosine_schedule_with_warmup(optimizer, training.warmup_steps, total)
+    loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
+    # Not prepared: accelerate would advance it once per process, but here a step is a step whatever their number.
+    accelerator.register_for_checkpointing(schedule)
+
+    history = history if history is not None else History()
+    checkpoint = _Checkpoint(training, config, targets, accelerator)
+    start = checkpoint.resume(history)
+    bar = tqdm(
+        range(start, total),
+        initial=start,
+        total=total,
+        desc="Training",
+        unit="step",
+        disable=not progress or not accelerator.is_main_process,
+    )
+    for step in bar:
+        method = None if step < training.steps else config.soft_training
+        weights = _draw(method, training, step, targets.num_tasks)
+        mine = weights[accelerator.process_index :: accelerator.num_processes]
+        sums = torch.zeros(3, device=accelerator.device)
+        for part in mine.split(share):
+            with accelerator.accumulate(loss_module), accelerator.autocast():
+                loss, square, energy = loss_module(part.to(accelerator.device))
+                # DDP averages over processes and accelerate over accumulation steps; together: the batch's mean.
+                accelerator.backward(loss / share)
+                if accelerator.sync_gradients and training.max_grad_norm is not None:
+                    accelerator.clip_grad_norm_(loss_module.parameters(), training.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            sums += torch.stack([loss.detach(), square, energy])
+        schedule.step()
+        if (step + 1) % training.log_every == 0 or step + 1 == total:
+            loss, square, energy = accelerator.reduce(sums, "sum").tolist()
+            record = {
+                "step": step + 1,
+                "loss": loss / training.batch_size,
+                "relative_error": (square / energy) ** 0.5 if energy > 0 else 0.0,
+                "learning_rate": schedule.get_last_lr()[0],
+            }
+            bar.set_postfix(loss=f"{record['loss']:.4g}", error=f"{record['relative_error']:.3f}", refresh=False)
+            accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step + 1)
+            history.records.append(record | _gammas(accelerator.unwrap_model(loss_module).recovery))
+        if (step + 1) % training.checkpoint_every == 0 and step + 1 < total:
+            checkpoint.save(step + 1, history)
+    recovery = _gathered(accelerator, loss_module)
+    checkpoint.finish()
+    return recovery
+
+
+def _initial(
+    targets: Targets,
+    layouts: Mapping[str, Layout],
+    config: RetexConfig,
+    training: TrainingConfig,
+    accelerator: Accelerator,
+    progress: bool,
+) -> RecoveryModule:
+    if training.initialise == "closed_form":
+        recovery, _ = solve_all(targets, layouts, config, accelerator, progress)
+        return recovery
+    return RecoveryModule.initialised(
+        layouts,
+        targets.num_tasks,
+        config.task_embedding_dim,
+        shared_layers=config.share_layers,
+        affine=config.recovery == "affine",
+    )
+
+
+def _share(batch_size: int, accelerator: Accelerator) -> int:
+    """How many of a batch's draws one process takes per backward pass."""
+    accumulation = accelerator.gradient_accumulation_steps
+    parts = accelerator.num_processes * accumulation
+    if batch_size % parts:
+        raise ConfigError(
+            f"TrainingConfig.batch_size ({batch_size}) must be a multiple of processes times gradient accumulation "
+            f"steps ({accelerator.num_processes} x {accumulation})."
+        )
+    return batch_size // parts
+
+
+def _draw(method: Any, training: TrainingConfig, step: int, num_tasks: int) -> Tensor:
+    generator = torch.Generator().manual_seed(training.seed * 1_000_003 + step)
+    return sample_weights(method, training.batch_size, num_tasks, generator)
+
+
+@torch.no_grad()
+def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
+    """The affine variant's task-averaged gamma of every matrix; empty otherwise."""
+    scales = {name: recovery.scale(name) for name in recovery if recovery[name].layout.kind == MATRIX}
+    means = {n: scale(recovery.task_embedding).mean().item() for n, scale in scales.items() if scale is not None}
+    return {"gamma": means} if means else {}
+
+
+def _gathered(accelerator: Accelerator, loss_module: nn.Module) -> RecoveryModule:
+    """The whole recovery module on every process, on the CPU, whatever the parameters were sharded over."""
+    state = accelerator.get_state_dict(loss_module)
+    recovery = accelerator.unwrap_model(loss_module).recovery
+    if state:  # FSDP and ZeRO-3 gather on the main process; elsewhere this is the module's own state
+        own = {name.removeprefix("recovery."): tensor.cpu() for name, tensor in state.items()}
+        recovery.load_state_dict(own)
+    return recovery.cpu()
+
+
+class _Checkpoint:
+    """The state of a run in a folder: accelerate's own state, our progress, and what configuration it belongs to."""
+
+    def __init__(
+        self, training: TrainingConfig, config: RetexConfig, targets: Targets, accelerator: Accelerator
+    ) -> None:
+        self.folder = None if training.checkpoint_dir is None else Path(training.checkpoint_dir)
+        self.accelerator = accelerator
+        settings = {k: v for k, v in asdict(training).items() if not k.startswith(("checkpoint_", "log_"))}
+        shapes = {name: list(targets.merged[name].shape) for name in targets.names}
+        values = {"training": settings, "config": config.to_dict(), "tasks": targets.experts.tasks, "shapes": shapes}
+        self.identity = json.loads(json.dumps(values))
+
+    def save(self, step: int, history: History) -> None:
+        """Written beside the previous state and moved into place, so that one whole state is always there."""
+        if self.folder is None:
+            return
+        scratch = self.folder / f"{STATE_NAME}.new"
+        if self.accelerator.is_main_process:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(scratch))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            values = {"step": step, "identity": self.identity, "records": history.records}
+            (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
+            current, old = self.folder / STATE_NAME, self.folder / f"{STATE_NAME}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            if current.exists():
+                current.rename(old)
+            scratch.rename(current)
+            shutil.rmtree(old, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self, history: History) -> int:
+        """Load the newest whole state; returns the number of steps done."""
+        if self.folder is None:
+            return 0
+        for state in (self.folder / STATE_NAME, self.folder / f"{STATE_NAME}.old"):
+            if (state / PROGRESS_NAME).is_file():
+                break
+        else:
+            return 0
+        values = json.loads((state / PROGRESS_NAME).read_text(encoding="utf-8"))
+        for part, ours in self.identity.items():
+            if values["identity"].get(part) != ours:
+                change = _first_change(values["identity"].get(part), ours)
+                raise RetexError(
+                    f"{state} belongs to a run with another configuration ({change} in {part}): "
+                    "use another checkpoint_dir, or delete it."
+                )
+        self.accelerator.load_state(str(state))
+        history.records[:] = values["records"]
+        return values["step"]
+
+    def finish(self) -> None:
+        """The run is over: a state to resume from would only mislead the next one."""
+        if self.folder is not None and self.accelerator.is_main_process:
+            for name in (STATE_NAME, f"{STATE_NAME}.new", f"{STATE_NAME}.old"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _first_change(theirs: Any, ours: Any) -> str:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in {**theirs, **ours}:
+            if theirs.get(key) != ours.get(key):
+                return f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+    return f"{theirs!r} there, {ours!r} here"
+
+
+def _require(condition: bool, name: str, config: TrainingConfig, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"TrainingConfig.{name} must be {allowed}, not {getattr(config, name)!r}.")
