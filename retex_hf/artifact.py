@@ -32,6 +32,7 @@ RECOVERY, SIGNATURES, HEADS, PRETRAINED = (
     "retex_heads",
     "retex_pretrained",
 )
+TRAINING_NAME = "retex_training.json"
 TASK_EMBEDDING = "task_embedding"
 # Files that a new save replaces; everything else in the folder belongs to the user and is kept.
 OWN_FILES = (
@@ -102,6 +103,8 @@ def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> 
             "rank": signatures.basis.shape[1],
             "width": signatures.mean.shape[1],
         }
+    if parts.history:
+        (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
     text = json.dumps({**parts.config.to_dict(), "artifact": section}, indent=2)
     (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -187,7 +190,20 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
         pretrained = {name: source.read(name).clone() for name in source.infos}
     model = _load_model(folder, section["library"], load_options)
     _check_fits(folder, model, recovery, heads, pretrained)
-    return RetexParts(config, model, recovery, heads, errors, signatures, pretrained, folder)
+    history = _read_history(folder / TRAINING_NAME)
+    return RetexParts(config, model, recovery, heads, errors, signatures, pretrained, folder, history)
+
+
+def _read_history(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        history = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(history, list):
+        raise ArtifactError(f"{path} must hold a list of records, not a {type(history).__name__}.")
+    return history
 
 
 def _load_model(folder: Path, library: str, load_options: dict[str, Any]) -> nn.Module:

@@ -29,7 +29,7 @@ from .errors import CheckpointError, ConfigError
 from .libraries import hf_transformers, library_of, openclip
 from .merging import Merger, get_merger, merge_methods
 from .parts import RetexParts
-from .recovery import Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
+from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
 from .recovery.processes import run_dealt
 
 SOLVERS = ("closed_form", "adam")
@@ -82,10 +82,11 @@ def build(
         expert_numbers=sum(merged[name].numel() for name in expert_set.names),
     )
     layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress)
+    history = History()
     if solver == "closed_form":
         recovery, errors = solve_all(targets, layouts, config, accelerator, progress)
     else:
-        recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress)
+        recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress, history)
         errors = relative_errors(targets, recovery)
 
     heads = {
@@ -105,7 +106,16 @@ def build(
         labels=labels,
     )
     side_folder = base_source.folder or next((s.folder for s in sources.values() if s.folder), None)
-    return RetexParts(filled, model, recovery, heads, errors, pretrained=pretrained, side_folder=side_folder)
+    return RetexParts(
+        filled,
+        model,
+        recovery,
+        heads,
+        errors,
+        pretrained=pretrained,
+        side_folder=side_folder,
+        history=history.records,
+    )
 
 
 def _merge(

@@ -10,11 +10,13 @@ from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_file_size_to_int
+from huggingface_hub import CommitInfo, create_repo, upload_folder
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.utils import ModelOutput
@@ -96,6 +98,7 @@ class RetexModel(nn.Module):
         self.pretrained = TensorBank({"base": parts.pretrained})
         self.signatures = parts.signatures
         self.recovery_errors = parts.errors
+        self.training_history = parts.history
         self._side_folder = parts.side_folder
         self._active_task: str | None = None
         self._cache = ExpertCache(_parse_size(expert_cache))
@@ -173,6 +176,7 @@ class RetexModel(nn.Module):
             signatures=self.signatures,
             pretrained=self.pretrained.as_dict(["base"])["base"],
             side_folder=self._side_folder,
+            history=self.training_history,
         )
         artifact.write(parts, Path(save_directory), max_shard_size)
 
@@ -221,6 +225,31 @@ class RetexModel(nn.Module):
         model = cls(artifact.read(folder, **load_options), expert_cache=expert_cache)
         model.recovery.requires_grad_(is_trainable)
         return model
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload ReTeX model",
+        max_shard_size: str | int = "5GB",
+    ) -> CommitInfo:
+        """Upload to the Hub what `save_pretrained` writes, as one commit; the repository is created if need be."""
+        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        with TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "artifact"
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message,
+            )
 
     # ---- identification ----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +18,8 @@ class RetexParts:
     """The merged model and all that recovers and identifies its experts.
 
     `heads` are the tensors each task keeps whole; `errors` the relative recovery error of each parameter; `pretrained`
-    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie.
+    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie; `history`
+    is the record of a training run.
     """
 
     config: RetexConfig
@@ -28,3 +30,4 @@ class RetexParts:
     signatures: Signatures | None = None
     pretrained: dict[str, Tensor] = field(default_factory=dict)
     side_folder: Path | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)

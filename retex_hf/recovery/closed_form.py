@@ -154,11 +154,10 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
     if layout.kind != MATRIX:
         return torch.tensor([energy], dtype=torch.float64)
     stacks = [target.reshape(layout.stacked_shape) for target in targets]
-    total = torch.zeros(min(layout.rows, layout.columns), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
     for index in range(layout.batch):
         matrices = [_ordered(stack[index], layout) for stack in stacks]
-        values = torch.linalg.eigvalsh(_gram(matrices)).flip(0).clamp(min=0)
-        total[: len(values)] += values[: len(total)]
+        total = total + torch.linalg.eigvalsh(_gram(matrices)).flip(0).clamp(min=0)
     return total
 
 
