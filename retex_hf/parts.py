@@ -18,8 +18,8 @@ class RetexParts:
     """The merged model and all that recovers and identifies its experts.
 
     `heads` are the tensors each task keeps whole; `errors` the relative recovery error of each parameter; `pretrained`
-    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie; `history`
-    is the record of a training run.
+    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie, and
+    `history` the record of a training run.
     """
 
     config: RetexConfig

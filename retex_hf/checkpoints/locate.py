@@ -24,6 +24,8 @@ TRANSFORMERS_STEMS = ("model", "pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
 # Everything a tokenizer or processor may need, and no code.
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+# The weights that are read, and not the same ones again in other formats (`consolidated.safetensors`, `onnx/`).
+WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*")
 
 
 def open_source(spec: Any, label: str, *, token: str | None = None, cache_dir: str | None = None) -> Source:
@@ -73,9 +75,11 @@ def locate(
 def download(repo_id: str, label: str, **kwargs: Any) -> Path:
     """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
     try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=[*SIDE_FILES, "*.safetensors"], **kwargs))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(repo_id, allow_patterns=[*SIDE_FILES, "*.bin"], **kwargs))
+        for suffix in (".safetensors", ".bin"):
+            patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
+            folder = Path(snapshot_download(repo_id, allow_patterns=patterns, **kwargs))
+            if any(folder.glob(f"*{suffix}")):
+                break
     except HFValidationError:
         raise CheckpointError(f"{label}: {repo_id!r} is neither an existing path nor a Hub id.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:

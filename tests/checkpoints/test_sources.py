@@ -176,6 +176,15 @@ def test_provenance_of_local_files_does_not_tell_where_they_lie(bert, tmp_path):
     }
 
 
+def test_provenance_of_a_module_is_where_it_was_loaded_from(bert, tmp_path):
+    base, experts = bert
+    loaded = type(base).from_pretrained(writers.folder(base, tmp_path / "my-base"))
+    assert open_source(loaded, "the base").provenance == {"source": "memory", "id": "my-base"}
+    loaded.config._name_or_path = "org/base"
+    assert open_source(loaded, "the base").provenance == {"source": "memory", "id": "org/base"}
+    assert open_source(experts["red"], "expert").provenance == {"source": "memory", "id": "BertModel"}
+
+
 def test_a_folder_wins_over_a_hub_id_of_the_same_name(bert, hub_cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writers.folder(bert[1]["blue"], Path("org") / "base")

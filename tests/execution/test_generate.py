@@ -230,7 +230,7 @@ def test_as_many_processors_as_rows_all_reach_every_group():
     model, _, inputs = case("gpt2")
     inputs = take(inputs, [0, 1])
     first = model.generate(**inputs, **OPTIONS, task=["red", "green"])[:, 6].tolist()
-    processors = LogitsProcessorList([Forbid(token) for token in first])
+    processors = LogitsProcessorList([Forbid(token) for token in reversed(first)])
     again = model.generate(**inputs, **OPTIONS, logits_processor=processors, task=["red", "green"])
     assert not set(again[:, 6:].flatten().tolist()) & set(first)
 

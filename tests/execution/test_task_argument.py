@@ -214,12 +214,14 @@ def test_switching_one_model_off_leaves_another_on():
 def test_without_recovery_a_task_selects_the_head_only():
     model, experts = build_retex("bert-classifier")
     inputs = tokens(len(MIXED))
+    recovered = model(**inputs, task=MIXED)
     with model.disable_adapter():
         output = model(**inputs, task=MIXED)
         pooled = model.get_base_model().bert(**inputs).pooler_output
     for task in TASKS:
         expected = experts[task].classifier(pooled[rows_of(task)])
         torch.testing.assert_close(output.logits[rows_of(task)], expected, **CLOSE)
+    assert_same(model(**inputs, task=MIXED), recovered, exact=True)
 
 
 @torch.no_grad()

@@ -142,7 +142,9 @@ def test_state_dict_names_and_round_trip():
 
 
 @pytest.mark.parametrize(
-    "cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.float16)], ids=str
+    "cast",
+    [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda module: module.to(torch.float16)],
+    ids=["half", "bfloat16", "double", "to"],
 )
 def test_casting_the_model_leaves_the_recovery_in_float32(cast):
     holder = nn.ModuleDict({"recovery": trained_like(), "model": nn.Linear(2, 2)})

@@ -1,0 +1,146 @@
+"""Real processes: `accelerate launch examples/train.py` with one and with two, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from families import TEXT
+from helpers import make_experts
+from safetensors.torch import load_file
+from transformers import BertConfig, BertModel
+
+from retex_hf.recovery.processes import deal
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
+
+
+def test_work_is_dealt_by_cost():
+    owners = deal({"a": 8.0, "b": 5.0, "c": 4.0, "d": 3.0, "e": 1.0}, 2)
+    loads = [sum(cost for key, cost in zip("abcde", (8, 5, 4, 3, 1), strict=True) if owners[key] == p) for p in (0, 1)]
+    assert sorted(loads) == [10, 11]
+    assert set(deal({"a": 1.0}, 4).values()) == {0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(**TEXT)).eval()
+    base.save_pretrained(folder / "base")
+    for task, expert in make_experts(base).items():
+        expert.save_pretrained(folder / task)
+    return folder
+
+
+def command(folders: Path, output: Path, processes: int, *flags: str) -> list[str]:
+    experts = [f"--expert={task}={folders / task}" for task in ("red", "green", "blue")]
+    launch = ["-m", "accelerate.commands.launch", "--cpu", f"--num_processes={processes}", "--main_process_port=0"]
+    return [
+        sys.executable, *launch, str(SCRIPT), f"--base={folders / 'base'}", *experts, f"--output-dir={output}",
+        "--rank=4", "--cpu", *flags,
+    ]  # fmt: skip
+
+
+def launch(*arguments) -> None:
+    done = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def recovery(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "retex_recovery.safetensors")
+
+
+ADAM = ("--solver=adam", "--steps=40", "--warmup-steps=5", "--learning-rate=0.01", "--batch-size=2", "--log-every=1")
+
+
+@pytest.fixture(scope="module")
+def one_process(folders, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "one"
+    launch(folders, output, 1, *ADAM)
+    return output
+
+
+def test_two_processes_give_the_losses_of_one(folders, one_process, tmp_path):
+    launch(folders, tmp_path / "two", 2, *ADAM)
+    losses = [
+        [record["loss"] for record in json.loads((output / "retex_training.json").read_text())]
+        for output in (one_process, tmp_path / "two")
+    ]
+    assert len(losses[0]) == 40
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    ours, theirs = recovery(tmp_path / "two"), recovery(one_process)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)
+
+
+def test_killed_and_resumed_it_ends_with_the_same_weights(folders, one_process, tmp_path):
+    output, checkpoints = tmp_path / "resumed", tmp_path / "checkpoints"
+    flags = (*ADAM, f"--checkpoint-dir={checkpoints}", "--checkpoint-every=5")
+    process = subprocess.Popen(
+        command(folders, output, 1, *flags), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "state" / "retex_training.json").is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not output.exists()  # killed before it was done
+    launch(folders, output, 1, *flags)
+    ours, theirs = recovery(output), recovery(one_process)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_the_exact_result_does_not_depend_on_the_number_of_processes(folders, tmp_path):
+    for processes in (1, 2):
+        launch(folders, tmp_path / str(processes), processes, "--task-embedding-dim=1")
+    ours, theirs = recovery(tmp_path / "1"), recovery(tmp_path / "2")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    merged = [load_file(tmp_path / number / "model.safetensors") for number in ("1", "2")]
+    assert all(torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("bases: x", r"has no key 'bases'"),
+        ("config: {rnak: 4}", r"'config' of the recipe .* has no key 'rnak'"),
+        ("training: {lr: 4}", r"'training' of the recipe .* has no key 'lr'"),
+        ("[1, 2]", "must hold keys and values"),
+        ("base: x", "needs a base, experts and an output_dir"),
+        ("{base: b, experts: {a: e}, output_dir: o, config: {rank: 4, inner_rank: 8}}", "inner_rank must not exceed"),
+        ("{base: b, experts: {a: e}, output_dir: o, config: {soft_training: {method: dirichlet, alpha: 0}}}", "above 0"),
+    ],
+)
+def test_wrong_recipes_are_refused_in_one_sentence(recipe, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", str(path), "--cpu"])
+    with pytest.raises(SystemExit, match=message) as caught:
+        train.main()
+    assert str(caught.value).startswith("error: ") and "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", str(tmp_path / "none.yaml")])
+    with pytest.raises(SystemExit, match=r"none\.yaml does not exist"):
+        train.main()
