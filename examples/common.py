@@ -24,6 +24,7 @@ from transformers.utils import logging
 from retex_hf import RetexModel
 
 DATA = Path(__file__).resolve().parent / "data"
+SECONDS = "seconds.json"
 EVALUATION_BATCH = 64
 COLUMNS = {
     "individual": "individual experts",
@@ -71,10 +72,14 @@ def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
         action="store_true",
         help="only load and evaluate the artifact in the work dir (the script starts itself this way)",
     )
-    # Loading bars and "newly initialised head" warnings of a dozen models would hide the results.
+    quiet()
+    return parser.parse_args()
+
+
+def quiet() -> None:
+    """Loading bars and "newly initialised head" warnings of a dozen models would hide the results."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return parser.parse_args()
 
 
 @contextmanager
@@ -190,7 +195,7 @@ def evaluate(
         row["task_given"] = accuracy(told, task, collate, f"{task.name}, task given")
         with model.disable_adapter():  # the merged weights, under the head of this task
             row["merged"] = accuracy(told, task, collate, f"{task.name}, merged")
-        row["individual"] = accuracy(load_expert(task.name).eval(), task, collate, f"{task.name}, expert")
+        row["individual"] = accuracy(load_expert(task.name), task, collate, f"{task.name}, expert")
     return results
 
 
@@ -218,16 +223,27 @@ def as_markdown(report: dict[str, Any]) -> str:
     for name, row in rows.items():
         cells = [f"{row[column]:.3f}" if column in row else "" for column in COLUMNS]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    storage = report["storage_bytes"]
-    lines += [
-        "",
-        f"Storage: {storage['artifact'] / 1e6:.1f} MB for the artifact (rank {report['rank']}), "
-        f"{storage['experts'] / 1e6:.1f} MB for the {len(report['tasks'])} experts "
-        f"({storage['artifact'] / storage['experts']:.0%}).",
-        "",
-        "Seconds: " + ", ".join(f"{step} {value:.1f}" for step, value in report["seconds"].items()) + ".",
-    ]
+    if "storage_bytes" in report:
+        storage = report["storage_bytes"]
+        lines += [
+            "",
+            f"Storage: {storage['artifact'] / 1e6:.1f} MB for the artifact (rank {report['rank']}), "
+            f"{storage['experts'] / 1e6:.1f} MB for the {len(report['tasks'])} experts "
+            f"({storage['artifact'] / storage['experts']:.0%}).",
+        ]
+    if "seconds" in report:
+        lines += ["", "Seconds: " + ", ".join(f"{step} {value:.1f}" for step, value in report["seconds"].items()) + "."]
     return "\n".join(lines) + "\n"
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as a readable JSON file."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def write_report(work: Path, model: RetexModel, results: dict[str, Any], seconds: dict[str, float]) -> None:
@@ -243,13 +259,13 @@ def write_report(work: Path, model: RetexModel, results: dict[str, Any], seconds
         "seconds": seconds,
     }
     table = as_markdown(report)
-    (work / "results.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(work / "results.json", report)
     (work / "results.md").write_text(table, encoding="utf-8")
     print("\n" + table)
 
 
 def evaluate_in_fresh_process(script: str, work: Path, seconds: dict[str, float]) -> None:
     """Start the script again on what it saved: nothing but the files on disk reaches the evaluation."""
-    (work / "seconds.json").write_text(json.dumps(seconds, indent=2) + "\n", encoding="utf-8")
+    write_json(work / SECONDS, seconds)
     child = subprocess.run([sys.executable, script, "--evaluate-only", "--work-dir", str(work)], check=False)
     sys.exit(child.returncode)

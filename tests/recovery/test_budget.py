@@ -73,7 +73,9 @@ def test_budgets_met_exactly_are_solved_exactly(seed):
     for index, shape in enumerate([(4, 5), (6, 3), (7,)]):
         layout = plan_layout(shape, 1, TASKS)
         size = 1 if layout.kind != "matrix" else min(TASKS * layout.rows, layout.columns)
-        spectra[f"p{index}"] = Spectrum(layout, torch.rand(size, generator=generator).sort(descending=True).values.double())
+        spectra[f"p{index}"] = Spectrum(
+            layout, torch.rand(size, generator=generator).sort(descending=True).values.double()
+        )
     options = {name: concave_options(spectrum, TASKS) for name, spectrum in spectra.items()}
     for picked in itertools.product(*options.values()):
         budget = sum(option.numbers for option in picked)

@@ -122,7 +122,10 @@ def test_the_exact_result_does_not_depend_on_the_number_of_processes(folders, tm
         ("[1, 2]", "must hold keys and values"),
         ("base: x", "needs a base, experts and an output_dir"),
         ("{base: b, experts: {a: e}, output_dir: o, config: {rank: 4, inner_rank: 8}}", "inner_rank must not exceed"),
-        ("{base: b, experts: {a: e}, output_dir: o, config: {soft_training: {method: dirichlet, alpha: 0}}}", "above 0"),
+        (
+            "{base: b, experts: {a: e}, output_dir: o, config: {soft_training: {method: dirichlet, alpha: 0}}}",
+            "above 0",
+        ),
     ],
 )
 def test_wrong_recipes_are_refused_in_one_sentence(recipe, message, tmp_path, monkeypatch, capsys):

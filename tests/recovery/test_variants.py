@@ -46,11 +46,12 @@ def build(base, experts, **options) -> RetexModel:
     return RetexModel.from_experts(base, experts, RetexConfig(**{"rank": 4, **options}), progress=False)
 
 
+@torch.no_grad()
 def squared_error(model: RetexModel, experts: dict[str, BertModel], names=None) -> float:
     """What recovery misses, over all tasks and parameters."""
     total = 0.0
     for task, expert in experts.items():
-        recovered, target = model.recover(task), expert.state_dict()
+        recovered, target = model._expert(task).state_dict(), expert.state_dict()
         for name in names or target:
             total += (recovered[name] - target[name]).double().square().sum().item()
     return total
@@ -86,10 +87,7 @@ def test_reported_errors_are_the_achieved_ones(base, experts, options):
             for name in names
         )
         missed = squared_error(model, experts, names)
-        if options.get("soft_training") and len(names) == 1:
-            assert model.recovery_errors[names[0]] == pytest.approx((missed / energy) ** 0.5, abs=1e-3)
-        elif not options.get("soft_training"):
-            assert model.recovery_errors[names[0]] == pytest.approx((missed / energy) ** 0.5, abs=1e-3)
+        assert model.recovery_errors[names[0]] == pytest.approx((missed / energy) ** 0.5, abs=1e-3)
 
 
 def test_retex_e_spans_what_its_inner_rank_spans(base, experts):
@@ -198,7 +196,8 @@ def test_variants_work_beyond_plain_matrices(family):
     family = FAMILIES[family]
     base = family.make().eval()
     experts = make_experts(base)
-    for options in VARIANTS.values():
+    for name in ("affine", "reversed-retex-e", "affine-shared", "narrow-soft", "budget"):
+        options = VARIANTS[name]
         config = RetexConfig(**{"rank": 4, **options})
         model = RetexModel.from_experts(base, experts, config, model_config=family.model_config, progress=False)
         merged = squared_error_of_merged(model, experts)
@@ -214,7 +213,7 @@ def squared_error_of_merged(model: RetexModel, experts) -> float:
     )
 
 
-ADAM = TrainingConfig(steps=300, warmup_steps=30, learning_rate=1e-2, batch_size=3, log_every=300)
+ADAM = TrainingConfig(steps=200, warmup_steps=20, learning_rate=1e-2, batch_size=3, log_every=200)
 
 
 @pytest.mark.parametrize(
