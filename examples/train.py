@@ -1,13 +1,13 @@
 """Build one ReTeX model from experts on any number of processes: exactly, or with the paper's training.
 
     accelerate launch examples/train.py --recipe examples/recipes/quickstart.yaml
-    accelerate launch --cpu --num_processes 2 examples/train.py --recipe examples/recipes/quickstart_adam.yaml --steps 500
+    accelerate launch --cpu --num_processes 2 examples/train.py --recipe examples/recipes/quickstart_adam.yaml
     python examples/train.py --base org/base --expert a=org/expert-a --expert b=org/expert-b --output-dir out --rank 64
 
-A recipe is a YAML file with the keys `base`, `experts`, `config` (fields of RetexConfig), `solver`, `training` (fields of
-TrainingConfig), `data`, `output_dir`, `push_to_hub`, `mixed_precision`, `gradient_accumulation_steps`, `log_with`. Every
-key and every field is also a flag; flags win. With `data`, signatures are fitted and the model is evaluated. Paths in a
-recipe are relative to the current folder; models and data may be local or on the Hub.
+A recipe is a YAML file with the keys `base`, `experts`, `config` (fields of RetexConfig), `solver`, `training` (fields
+of TrainingConfig), `data`, `output_dir`, `push_to_hub`, `mixed_precision`, `gradient_accumulation_steps`, `log_with`.
+Every key and every field is also a flag; flags win. With `data`, signatures are fitted and the model is evaluated.
+Paths in a recipe are relative to the current folder; models and data may be local or on the Hub.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ import yaml
 from accelerate import Accelerator
 from common import Collate, Task, as_markdown, evaluate, quiet, summarise
 from datasets import Dataset, DatasetDict, load_dataset
-from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForSequenceClassification
-from transformers import AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
 from retex_hf.plots import save_figures

@@ -312,6 +312,8 @@ class RetexModel(nn.Module):
 
     def identify(self, *args: Any, **inputs: Any) -> Routing:
         """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
+        if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
+            return self._identify(self._as_kwargs(args[0]))
         return self._identify(self._bind("forward", args, inputs))
 
     def _identify(self, inputs: Mapping[str, Any]) -> Routing:
@@ -334,19 +336,20 @@ class RetexModel(nn.Module):
         """For classifiers: the task, the label and its score, for every row."""
         output = self.forward(*args, task=task, **kwargs)
         labels = self.retex_config.labels
-        if not labels or not isinstance(output, ModelOutput) or output.get("logits") is None:
-            raise RetexError(f"predict is for classifiers; {type(self.model).__name__} has no classification head.")
+        logits = output.get("logits") if isinstance(output, ModelOutput) else None
+        if not labels or logits is None or logits.ndim != 2:
+            raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
         if output.routing is None:
             raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
         predictions = []
-        for name, logits in zip(output.routing.tasks, output.logits.float(), strict=True):
+        for name, row in zip(output.routing.tasks, logits.float(), strict=True):
             described = labels[name]
-            logits = logits[: len(described["id2label"])]
+            row = row[: len(described["id2label"])]
             kind = described.get("problem_type")
-            if kind == "regression" or (kind is None and len(logits) == 1):
-                scores = logits
+            if kind == "regression" or (kind is None and len(row) == 1):
+                scores = row
             else:
-                scores = logits.sigmoid() if kind == "multi_label_classification" else logits.softmax(0)
+                scores = row.sigmoid() if kind == "multi_label_classification" else row.softmax(0)
             best = int(scores.argmax())
             predictions.append({"task": name, "label": described["id2label"][str(best)], "score": float(scores[best])})
         return predictions
@@ -361,7 +364,10 @@ class RetexModel(nn.Module):
         if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
             self._require_shared_text_tower(method)
             return _attach(call_method(self.model, method, kwargs), None)
-        rows = runner.count_rows(kwargs)
+        if method == "generate" and isinstance(task, str) and not any(isinstance(v, Tensor) for v in kwargs.values()):
+            rows = 1  # transformers starts one row from the BOS token
+        else:
+            rows = runner.count_rows(kwargs)
         if rows == 0:
             raise InputError("The batch has no rows.")
         if task is None:
@@ -464,6 +470,15 @@ class RetexModel(nn.Module):
         print(
             f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
         )
+
+    @property
+    def generation_config(self) -> Any:
+        """The wrapped model's generation settings; assigning new ones reaches every expert."""
+        return self.model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self.model.generation_config = value
 
     # ---- nn.Module ---------------------------------------------------------------------------------------------------
 

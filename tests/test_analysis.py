@@ -232,7 +232,7 @@ def test_experts_must_be_those_of_the_model(built):
 
 def test_names_must_be_merged_parameters(built):
     model, experts, _ = built
-    with pytest.raises(RetexError, match="'no.such.weight', which the model does not merge"):
+    with pytest.raises(RetexError, match=r"'no\.such\.weight', which the model does not merge"):
         analyse(model, experts, names=["no.such.weight"], progress=False)
 
 

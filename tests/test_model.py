@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import FAMILIES, TEXT, tokens
 from helpers import TASKS, assert_same, make_experts
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, GenerationConfig
 
 import retex_hf
 from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel, TaskError, TrainingConfig
@@ -43,6 +43,27 @@ def test_trainable_parameters_are_those_of_the_recovery(model, capsys):
     percent = 100 * stored / (stored + merged)
     expected = f"trainable params: {stored:,d} || all params: {stored + merged:,d} || trainable%: {percent:.4f}"
     assert capsys.readouterr().out.strip() == expected
+
+
+def test_generation_config_can_be_assigned():
+    family = FAMILIES["gpt2"]
+    base = family.make().eval()
+    model = RetexModel.from_experts(base, make_experts(base), RetexConfig(rank=3), progress=False)
+    prompt = torch.randint(3, 40, (2, 4))
+    for length in (2, 5):
+        model.generation_config = GenerationConfig(max_new_tokens=length, pad_token_id=0, eos_token_id=None)
+        assert model.generate(prompt, task=["red", "blue"]).shape == (2, 4 + length)
+    assert model.generate(max_new_tokens=3, bos_token_id=1, task="red").shape == (1, 4)
+
+
+@torch.no_grad()
+def test_a_bare_tensor_is_the_main_input():
+    family = FAMILIES["clip"]
+    base = family.make().eval()
+    model = RetexModel.from_experts(base, make_experts(base), RetexConfig(rank=3), progress=False)
+    images = torch.randn(8, 3, 32, 32)
+    model.fit_signatures({task: images for task in TASKS}, progress=False)
+    assert torch.equal(model.identify(images).residuals, model.identify(pixel_values=images).residuals)
 
 
 @torch.no_grad()
@@ -214,5 +235,5 @@ def test_wrong_options_are_refused(base):
         RetexModel.from_experts(base, experts, training=TrainingConfig())
     with pytest.raises(ConfigError, match="merge"):
         RetexModel.from_experts(base, experts, RetexConfig(merge={"method": "nope"}))
-    with pytest.raises(ConfigError, match="must be one of .* or a checkpoint, not 'averge'"):
+    with pytest.raises(ConfigError, match=r"must be one of .* or a checkpoint, not 'averge'"):
         RetexModel.from_experts(base, experts, RetexConfig(merge="averge"))

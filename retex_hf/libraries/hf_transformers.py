@@ -176,7 +176,8 @@ def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
 
 def is_dual_encoder(model: PreTrainedModel) -> bool:
     """Whether images (or sounds) and texts are encoded apart, so that their rows need not correspond."""
-    return hasattr(model, "logit_scale") and hasattr(model, "get_text_features")
+    has_scale = hasattr(model, "logit_scale") or hasattr(model, "logit_scale_a")  # CLAP has two
+    return has_scale and hasattr(model, "get_text_features")
 
 
 def is_text_parameter(name: str) -> bool:
