@@ -37,7 +37,9 @@ LEGEND_INSIDE = 4
 LEGEND_ROWS = 24
 GAMMA_COLUMNS = 4
 MOST_TICKS = 32
-# The running mean of a run is over one part in this many of its records.
+# Inches, at LEGEND_FONT points: a character, and the height of a line (the width of a vertical label).
+LEGEND_FONT, CHARACTER_WIDTH, LABEL_WIDTH = 7, 0.06, 0.2
+# The running mean of a run is over one part in this many of its records, centred so that it does not lag.
 MEAN_SHARE = 20
 
 
@@ -170,10 +172,10 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
     types = _by_type(errors)
     lossy = {kind: names for kind, names in types.items() if any(errors[name] > EXACT for name in names)}
     exact = [name for kind, names in types.items() if kind not in lossy for name in names]
-    # Wide enough for one marker per parameter, up to a width that a page still shows.
-    figure, (axes,) = _figure(
-        [*lossy, "stored exactly (000)"], width=min(max(6.0, 0.05 * len(errors)), 14.0), height=5.0
-    )
+    # Wide enough for one marker per parameter, up to a width that a page still shows; high enough for the labels below.
+    width = min(max(6.0, 0.05 * len(errors)), 14.0)
+    height = 4.0 + CHARACTER_WIDTH * max(len(_block(name)) for name in errors)
+    figure, (axes,) = _figure([*lossy, "stored exactly (000)"], width=width, height=height)
     if exact:
         label = f"stored exactly ({len(exact)})"
         axes.plot([positions[name] for name in exact], [errors[name] for name in exact], ".", color="0.7", label=label)
@@ -256,6 +258,8 @@ def save_figures(
     Returns:
         `{name: path}` of the files written.
     """
+    if isinstance(records, Mapping):
+        records = {label: run for label, run in records.items() if run}
     runs = list(records.values()) if isinstance(records, Mapping) else [records or []]
     with_gammas = [run for run in runs if any(record.get("gamma") for record in run)]
     drawings: dict[str, tuple[Callable[..., Figure], Any]] = {
@@ -307,9 +311,15 @@ def _tick_blocks(axes: Axes, names: list[str]) -> None:
         start = end
     for _, start, end in blocks[1::2]:
         axes.axvspan(start - 0.5, end - 0.5, color="0.5", alpha=0.07, linewidth=0, zorder=0)
-    shown = blocks[:: -(-len(blocks) // MOST_TICKS)]
-    centres = [(start + end - 1) / 2 for _, start, end in shown]
-    axes.set_xticks(centres, [_plain(block) for block, _, _ in shown], rotation=90, fontsize=7)
+    gap = LABEL_WIDTH * len(names) / axes.figure.get_figwidth()
+    shown: list[tuple[str, float]] = []
+    for block, start, end in blocks[:: -(-len(blocks) // MOST_TICKS)]:
+        centre = (start + end - 1) / 2
+        if not shown or centre - shown[-1][1] >= gap:
+            shown.append((block, centre))
+    axes.set_xticks(
+        [centre for _, centre in shown], [_plain(block) for block, _ in shown], rotation=90, fontsize=LEGEND_FONT
+    )
 
 
 def _column(records: Records, key: str) -> list[float]:
@@ -323,8 +333,8 @@ def _figure(
 ) -> tuple[Figure, list[Axes]]:
     """An empty figure with room for a legend of these labels, and its axes, row by row."""
     if len(labels) > LEGEND_INSIDE:
-        # About 0.06 inches for a character of the legend's size, and the line in front of it.
-        width += -(-len(labels) // LEGEND_ROWS) * (0.06 * max(map(len, labels)) + 0.6)
+        # The text, and the line in front of it.
+        width += -(-len(labels) // LEGEND_ROWS) * (CHARACTER_WIDTH * max(map(len, labels)) + 0.6)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False).ravel().tolist()
     for axes in grid:
@@ -340,7 +350,7 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
     labels = [line.get_label() for line in handles]
     if len(handles) > LEGEND_INSIDE:
         columns = -(-len(handles) // LEGEND_ROWS)
-        figure.legend(handles, labels, loc="outside right upper", fontsize=7, frameon=False, ncols=columns)
+        figure.legend(handles, labels, loc="outside right upper", fontsize=LEGEND_FONT, frameon=False, ncols=columns)
     else:
         axes.legend(handles, labels, fontsize=8)
 
@@ -359,14 +369,14 @@ def _marker_if_sparse(values: Sequence[float]) -> str | None:
 def _draw_with_mean(
     axes: Axes, steps: Sequence[float], values: Sequence[float], label: str, style: dict[str, Any]
 ) -> None:
-    """A curve; if it is long, pale and with the running mean of its last few values on top."""
+    """A curve; if it is long, pale and with its running mean on top."""
     window = len(values) // MEAN_SHARE
     if window < 2:
         axes.plot(steps, values, label=label, marker=_marker_if_sparse(steps), markersize=3, **style)
         return
     axes.plot(steps, values, **style | {"linewidth": 0.8, "alpha": 0.3})
-    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    axes.plot(steps, [sum(part) / len(part) for part in recent], label=label, **style)
+    around = [values[max(0, index - window // 2) : index + window // 2 + 1] for index in range(len(values))]
+    axes.plot(steps, [sum(part) / len(part) for part in around], label=label, **style)
 
 
 def _two_lines(text: str, length: int = 34) -> str:

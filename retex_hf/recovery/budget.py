@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor
@@ -27,6 +28,15 @@ class Spectrum:
 
     layout: Layout
     values: Tensor
+
+    @cached_property
+    def recovered(self) -> list[float]:
+        """Energy recovered at rank 0, 1, 2, ..."""
+        return [0.0, *self.values.cumsum(0).tolist()]
+
+    def energy(self, layout: Layout) -> float:
+        """Energy that a layout of this parameter recovers."""
+        return self.recovered[min(layout.rank, len(self.values))] if layout.kind == MATRIX else self.recovered[-1]
 
 
 @dataclass(frozen=True)
@@ -55,16 +65,14 @@ def allocate(spectra: Mapping[str, Spectrum], num_tasks: int, budget: int) -> di
 def concave_options(spectrum: Spectrum, num_tasks: int) -> list[Option]:
     """The options of a parameter that no mixture of cheaper and dearer ones beats, by growing cost."""
     layout = spectrum.layout
-    total = spectrum.values.sum().item()
     whole = layout.whole()
     options = [Option(0, 0.0, None)]
     if layout.kind == MATRIX:
-        energies = spectrum.values.cumsum(0).tolist()
         step = layout.with_rank(1).stored_numbers(num_tasks)
-        affordable = min(len(energies), (whole.stored_numbers(num_tasks) - 1) // step)
-        options += [Option(q * step, energies[q - 1], layout.with_rank(q)) for q in range(1, affordable + 1)]
+        affordable = min(len(spectrum.values), (whole.stored_numbers(num_tasks) - 1) // step)
+        options += [Option(q * step, spectrum.recovered[q], layout.with_rank(q)) for q in range(1, affordable + 1)]
     # A vector is all or nothing, and needs no shared scalar.
-    options.append(Option(whole.stored_numbers(num_tasks), total, whole))
+    options.append(Option(whole.stored_numbers(num_tasks), spectrum.recovered[-1], whole))
     hull: list[Option] = []
     for option in options:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], option):
@@ -114,8 +122,4 @@ def _best_uniform(spectra: Mapping[str, Spectrum], num_tasks: int, budget: int) 
 
 
 def _energy(spectra: Mapping[str, Spectrum], layouts: Mapping[str, Layout]) -> float:
-    total = 0.0
-    for name, layout in layouts.items():
-        values = spectra[name].values
-        total += (values[: layout.rank] if layout.kind == MATRIX else values).sum().item()
-    return total
+    return sum(spectra[name].energy(layout) for name, layout in layouts.items())

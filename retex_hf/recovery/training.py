@@ -52,7 +52,7 @@ class TrainingConfig:
         seed: Of the initialisation and of the draws.
         checkpoint_dir: Where the state is saved, and resumed from if it is there already.
         checkpoint_every: Steps between two saves.
-        log_every: Steps between two records (and trackers' logs).
+        log_every: Steps between two records (and trackers' logs); a record is the mean since the last one.
 
     Example:
         >>> from retex_hf import TrainingConfig
@@ -169,11 +169,11 @@ def train(
         unit="step",
         disable=not progress or not accelerator.is_main_process,
     )
+    sums, since = torch.zeros(3, device=accelerator.device), 0
     for step in bar:
         method = None if step < training.steps else config.soft_training
         weights = _draw(method, training, step, targets.num_tasks)
         mine = weights[accelerator.process_index :: accelerator.num_processes]
-        sums = torch.zeros(3, device=accelerator.device)
         for part in mine.split(share):
             with accelerator.accumulate(loss_module), accelerator.autocast():
                 loss, square, energy = loss_module(part.to(accelerator.device))
@@ -185,18 +185,22 @@ def train(
                 optimizer.zero_grad()
             sums += torch.stack([loss.detach(), square, energy])
         schedule.step()
-        if (step + 1) % training.log_every == 0 or step + 1 == total:
+        since += 1
+        # Also before a checkpoint, so that no part of a record is lost between a run and its continuation.
+        saving = (step + 1) % training.checkpoint_every == 0
+        if (step + 1) % training.log_every == 0 or saving or step + 1 == total:
             loss, square, energy = accelerator.reduce(sums, "sum").tolist()
             record = {
                 "step": step + 1,
-                "loss": loss / training.batch_size,
+                "loss": loss / (training.batch_size * since),
                 "relative_error": (square / energy) ** 0.5 if energy > 0 else 0.0,
                 "learning_rate": schedule.get_last_lr()[0],
             }
             bar.set_postfix(loss=f"{record['loss']:.4g}", error=f"{record['relative_error']:.3f}", refresh=False)
             accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step + 1)
             history.records.append(record | _gammas(accelerator.unwrap_model(loss_module).recovery))
-        if (step + 1) % training.checkpoint_every == 0 and step + 1 < total:
+            sums, since = torch.zeros_like(sums), 0
+        if saving and step + 1 < total:
             checkpoint.save(step + 1, history)
     recovery = _gathered(accelerator, loss_module)
     checkpoint.finish()
