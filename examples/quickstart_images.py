@@ -126,7 +126,7 @@ def main() -> None:
         with timed(seconds, "train the base"):
             train_base(tasks, base)
     missing = [task for task in tasks if not (work / "experts" / task.name).exists()]
-    with timed(seconds, f"fine-tune {len(missing)} experts ({len(tasks) - len(missing)} reused)"):
+    with timed(seconds, f"fine-tune experts ({len(missing)} of {len(tasks)}, the others are there)"):
         for task in missing:
             fine_tune_expert(base, task, work / "experts" / task.name)
     build(base, tasks, work, arguments.rank or RANK, seconds)

@@ -151,7 +151,7 @@ def train(
     share = _share(training.batch_size, accelerator)
     set_seed(training.seed)
     loss_module = RecoveryLoss(_initial(targets, layouts, config, training, accelerator, progress), targets, training)
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
     schedule = get_cosine_schedule_with_warmup(optimizer, training.warmup_steps, total)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
