@@ -134,10 +134,13 @@ def main() -> None:
     base, seconds = work / "base", {}
     if not base.exists():
         fetch_base(base)
-    missing = [task for task in tasks if not (work / "experts" / task.name).exists()]
-    with timed(seconds, f"fine-tune experts ({len(missing)} of {len(tasks)}, the others are there)"):
-        for task in missing:
-            fine_tune_expert(base, task, TASKS[task.name], work / "experts" / task.name)
+    with timed(seconds, "fine-tune experts"):
+        for task in tasks:
+            folder = work / "experts" / task.name
+            if folder.exists():
+                print(f"{task.name}: using the expert in {folder}")
+            else:
+                fine_tune_expert(base, task, TASKS[task.name], folder)
     build(base, tasks, work, arguments.rank or RANK, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 

@@ -125,10 +125,13 @@ def main() -> None:
     if not base.exists():
         with timed(seconds, "train the base"):
             train_base(tasks, base)
-    missing = [task for task in tasks if not (work / "experts" / task.name).exists()]
-    with timed(seconds, f"fine-tune experts ({len(missing)} of {len(tasks)}, the others are there)"):
-        for task in missing:
-            fine_tune_expert(base, task, work / "experts" / task.name)
+    with timed(seconds, "fine-tune experts"):
+        for task in tasks:
+            folder = work / "experts" / task.name
+            if folder.exists():
+                print(f"{task.name}: using the expert in {folder}")
+            else:
+                fine_tune_expert(base, task, folder)
     build(base, tasks, work, arguments.rank or RANK, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 

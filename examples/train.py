@@ -5,8 +5,9 @@
     python examples/train.py --base org/base --expert a=org/expert-a --expert b=org/expert-b --output-dir out --rank 64
 
 A recipe is a YAML file with the keys `base`, `experts`, `config` (fields of RetexConfig), `solver`, `training` (fields
-of TrainingConfig), `data`, `output_dir`, `push_to_hub`, `mixed_precision`, `gradient_accumulation_steps`, `log_with`.
-Every key and every field is also a flag; flags win. With `data`, signatures are fitted and the model is evaluated.
+of TrainingConfig), `data`, `output_dir`, `push_to_hub`, `mixed_precision`, `gradient_accumulation_steps`, `log_with`,
+`cpu`, `analyse` (also draw spectra and error against storage). Every key and every field is also a flag; flags win.
+With `data`, signatures are fitted and the model is evaluated.
 Paths in a recipe are relative to the current folder; models and data may be local or on the Hub.
 """
 
@@ -33,6 +34,7 @@ from transformers import (
 )
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
+from retex_hf.analysis import analyse
 from retex_hf.plots import save_figures
 
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels"}
@@ -56,6 +58,7 @@ class Recipe:
     gradient_accumulation_steps: int = 1
     log_with: str | None = None
     cpu: bool = False
+    analyse: bool = False
 
     @classmethod
     def from_yaml(cls, path: Path) -> Recipe:
@@ -205,6 +208,18 @@ def run(recipe: Recipe) -> None:
     accelerator.end_training()
 
 
+def draw(model: RetexModel, recipe: Recipe) -> None:
+    """The pictures, beside the artifact."""
+    analysis = analyse(model, recipe.experts) if recipe.analyse else None
+    save_figures(
+        recipe.output_dir,
+        records=model.training_history,
+        errors=model.recovery_errors,
+        energy_ratios=analysis and analysis.energy_ratios,
+        storage=analysis and analysis.storage_curve(),
+    )
+
+
 def finish(model: RetexModel, recipe: Recipe) -> None:
     """What one process does alone: signatures, files, pictures, evaluation, upload."""
     labels = {task: list(v["id2label"].values()) for task, v in model.retex_config.labels.items()}
@@ -214,7 +229,7 @@ def finish(model: RetexModel, recipe: Recipe) -> None:
         wanted = model.retex_config.num_reference
         model.fit_signatures({task.name: [collate(task.train_inputs[:wanted])] for task in tasks})
     model.save_pretrained(recipe.output_dir)
-    save_figures(Path(recipe.output_dir), errors=model.recovery_errors, records=model.training_history)
+    draw(model, recipe)
     if len(tasks) == len(model.tasks):
         with torch.inference_mode():
             evaluate_and_report(model, recipe, tasks, collate)

@@ -114,7 +114,7 @@ def test_predict_follows_the_routing(classifiers):
 
 def test_predict_is_refused_for_models_without_classes():
     model, _ = build_retex("bert")
-    with pytest.raises(RetexError, match="predict is for classifiers"):
+    with pytest.raises(RetexError, match="predict needs one classification per row"):
         model.predict(**tokens(2), task="red")
 
 
