@@ -10,56 +10,43 @@ from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_file_size_to_int
-from huggingface_hub import CommitInfo, create_repo, upload_folder
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers.utils import ModelOutput
 
-from . import artifact
+from . import artifact, hub
 from .build import build
-from .checkpoints import download
-from .config import CONFIG_NAME, RetexConfig
-from .errors import ArtifactError, CheckpointError, ConfigError, InputError, RetexError, TaskError
-from .execution import Assignment, ExpertCache, ExpertRunner, Group, call_method, copy_with, parse_task, task_index
+from .config import RetexConfig
+from .errors import ConfigError, InputError, RetexError, TaskError
+from .execution import (
+    Assignment,
+    ExpertCache,
+    ExpertRunner,
+    Group,
+    attach_routing,
+    call_method,
+    copy_with,
+    parse_task,
+    task_index,
+)
 from .libraries import library_of
 from .parts import RetexParts
 from .recovery import TrainingConfig
-from .routing import (
-    FeatureExtractor,
-    Routing,
-    Signatures,
-    decide,
-    held_out_accuracy,
-    resolve_feature_layers,
-    shallowest_good,
-)
+from .routing import FeatureExtractor, Routing, as_batches, decide, fit_signatures, resolve_feature_layers
+from .tensor_bank import TensorBank
 
 # Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
 ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
 TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_features)$")
-LABEL_NAMES = ("labels", "label", "label_ids")
 
 # Models whose recovery is switched off in the current context. Not an attribute of the model: one thread's
 # `disable_adapter()` must not reach into another's call.
 _disabled: ContextVar[frozenset[int]] = ContextVar("retex_disabled", default=frozenset())
-
-
-class RoutedTuple(tuple):
-    """A tuple output that carries its `routing`."""
-
-    routing: Routing | None = None
-
-
-class RoutedDict(dict):
-    """A dict output that carries its `routing`."""
-
-    routing: Routing | None = None
 
 
 class RetexModel(nn.Module):
@@ -205,22 +192,13 @@ class RetexModel(nn.Module):
             is_trainable: Let the recovery module require gradients.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
         """
-        folder = Path(pretrained_model_name_or_path)
-        if not folder.is_dir():
-            if isinstance(pretrained_model_name_or_path, Path) or str(folder).startswith(("/", ".", "~")):
-                raise ArtifactError(f"{folder} does not exist.")
-            options = {"revision": revision, "cache_dir": cache_dir, "token": token}
-            try:
-                folder = download(
-                    str(pretrained_model_name_or_path),
-                    "from_pretrained",
-                    local_files_only=local_files_only,
-                    **options,
-                )
-            except CheckpointError as error:
-                raise ArtifactError(str(error)) from None
-        if not (folder / CONFIG_NAME).is_file():
-            raise ArtifactError(f"{folder} is not a ReTeX artifact: it has no {CONFIG_NAME}.")
+        folder = hub.find_artifact(
+            pretrained_model_name_or_path,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+        )
         load_options = {} if dtype is None else {"dtype": dtype}
         model = cls(artifact.read(folder, **load_options), expert_cache=expert_cache)
         model.recovery.requires_grad_(is_trainable)
@@ -238,18 +216,15 @@ class RetexModel(nn.Module):
         max_shard_size: str | int = "5GB",
     ) -> CommitInfo:
         """Upload to the Hub what `save_pretrained` writes, as one commit; the repository is created if need be."""
-        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-        with TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "artifact"
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
-            return upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                commit_message=commit_message,
-            )
+        return hub.push(
+            partial(self.save_pretrained, max_shard_size=max_shard_size),
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
 
     # ---- identification ----------------------------------------------------------------------------------------------
 
@@ -270,33 +245,16 @@ class RetexModel(nn.Module):
         if missing:
             raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
         layers = resolve_feature_layers(self.model, self.retex_config)
-        extractor = self._extractor(layers)
-        features: dict[str, list[Tensor]] = {layer: [] for layer in layers}
-        for task in tqdm(self.tasks, desc="Reading reference inputs", unit="task", disable=not progress):
-            collected = self._reference_features(extractor, task, references[task])
-            for layer in layers:
-                features[layer].append(collected[layer])
-        rank = self.retex_config.signature_rank
-        accuracies = {layer: held_out_accuracy(features[layer], rank) for layer in layers}
-        layer = layers[shallowest_good(list(accuracies.values()))]
-        self.signatures = Signatures.fit(features[layer], rank, layer)
+        batches = {task: map(self._as_kwargs, as_batches(references[task])) for task in self.tasks}
+        self.signatures, accuracies = fit_signatures(
+            self._extractor(layers),
+            batches,
+            self.retex_config.num_reference,
+            self.retex_config.signature_rank,
+            progress,
+        )
         self._cache.clear()
         return accuracies
-
-    def _reference_features(self, extractor: FeatureExtractor, task: str, batches: Iterable[Any]) -> dict[str, Tensor]:
-        wanted = self.retex_config.num_reference
-        parts: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
-        rows = 0
-        for batch in [batches] if isinstance(batches, (Mapping, Tensor)) else batches:
-            inputs = {name: value for name, value in self._as_kwargs(batch).items() if name not in LABEL_NAMES}
-            for layer, features in extractor(inputs).items():
-                parts[layer].append(features.cpu())
-            rows += len(parts[extractor.layers[0]][-1])
-            if rows >= wanted:
-                break
-        if rows == 0:
-            raise InputError(f"Task {task!r} has no reference inputs.")
-        return {layer: torch.cat(pieces)[:wanted] for layer, pieces in parts.items()}
 
     def _as_kwargs(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Tensor):
@@ -359,11 +317,11 @@ class RetexModel(nn.Module):
         recovered = id(self) not in _disabled.get()
         task = self._active_task if task is None and recovered else task
         if task is None and not recovered:
-            return _attach(call_method(self.model, method, kwargs), None)
+            return attach_routing(call_method(self.model, method, kwargs), None)
         runner = self._runner()
         if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
             self._require_shared_text_tower(method)
-            return _attach(call_method(self.model, method, kwargs), None)
+            return attach_routing(call_method(self.model, method, kwargs), None)
         if method == "generate" and isinstance(task, str) and not any(isinstance(v, Tensor) for v in kwargs.values()):
             rows = 1  # transformers starts one row from the BOS token
         else:
@@ -381,7 +339,7 @@ class RetexModel(nn.Module):
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
         # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
         output = runner.run(method, kwargs, assignment, recovered=recovered, widen=not isinstance(task, str))
-        return _attach(output, routing)
+        return attach_routing(output, routing)
 
     def _require_shared_text_tower(self, method: str) -> None:
         own = [name for name in self.recovery if library_of(self.model).is_text_parameter(name)]
@@ -499,34 +457,6 @@ class RetexModel(nn.Module):
 
     def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
         return self._routed(method, args, kwargs, task)
-
-
-class TensorBank(nn.Module):
-    """Named groups of tensors that move with the model: `{group: {name: tensor}}`."""
-
-    def __init__(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        super().__init__()
-        self._names: dict[tuple[str, str], str] = {}
-        for group, tensors in groups.items():
-            for name, tensor in tensors.items():
-                key = f"tensor_{len(self._names)}"  # buffer names may not hold dots
-                self._names[group, name] = key
-                self.register_buffer(key, tensor)
-
-    def as_dict(self, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        result: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
-        for (group, name), key in self._names.items():
-            result[group][name] = self._buffers[key]
-        return result
-
-
-def _attach(output: Any, routing: Routing | None) -> Any:
-    if type(output) is tuple:
-        output = RoutedTuple(output)
-    elif type(output) is dict:
-        output = RoutedDict(output)
-    output.routing = routing
-    return output
 
 
 def _parse_size(size: str | int) -> int:

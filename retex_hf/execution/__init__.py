@@ -3,6 +3,7 @@
 from .assignment import Assignment, Group, parse_task, task_index
 from .batching import Joiner, Splitter, count_rows
 from .experts import ExpertCache, copy_with, recover_tensors, tensor_bytes
+from .outputs import attach_routing
 from .runner import ExpertRunner, call_method
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Group",
     "Joiner",
     "Splitter",
+    "attach_routing",
     "call_method",
     "copy_with",
     "count_rows",
