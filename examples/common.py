@@ -134,6 +134,11 @@ def train(model: PreTrainedModel, task: Task, collate: Collate, settings: Traini
     model.eval()
 
 
+def reference_inputs(task: Task, count: int) -> list[Any]:
+    """Training inputs to know the task by; drawn at random, because a set may be sorted by class."""
+    return random.Random(0).sample(list(task.train_inputs), count)
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name only when it is complete: an interrupted run leaves no half model."""
@@ -145,10 +150,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 @torch.inference_mode()
-def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: str) -> float:
-    """Share of the test inputs of a task whose largest logit is the right class."""
+def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: str | None) -> float:
+    """Share of the test inputs of a task whose largest logit is the right class; a name shows a progress bar."""
     right = 0
-    for start in tqdm(range(0, len(task.test_inputs), EVALUATION_BATCH), desc=name, unit="batch"):
+    for start in tqdm(range(0, len(task.test_inputs), EVALUATION_BATCH), desc=name, unit="batch", disable=name is None):
         rows = slice(start, start + EVALUATION_BATCH)
         predicted = forward(**collate(task.test_inputs[rows])).logits.argmax(-1)
         right += (predicted == torch.as_tensor(task.test_labels[rows])).sum().item()

@@ -26,6 +26,7 @@ from common import (
     evaluate_in_fresh_process,
     parse_arguments,
     read_json,
+    reference_inputs,
     timed,
     train,
     whole_folder,
@@ -44,7 +45,7 @@ TASKS = {
 }
 MAX_TOKENS = 64
 RANK = 64
-# Recovering the word embeddings would take half of the recovery's storage, and experts hardly differ there.
+# Recovering the embeddings would take half of the storage, and the experts do as well on the merged ones.
 EXCLUDE = ["*embeddings*"]
 REFERENCE_INPUTS = 64
 
@@ -104,7 +105,7 @@ def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[st
         model = RetexModel.from_experts(base, experts, config)
     with timed(seconds, "fit signatures"):
         collate = text_collate(AutoTokenizer.from_pretrained(base))
-        model.fit_signatures({task.name: [collate(task.train_inputs[:REFERENCE_INPUTS])] for task in tasks})
+        model.fit_signatures({task.name: [collate(reference_inputs(task, REFERENCE_INPUTS))] for task in tasks})
     with timed(seconds, "save"):
         model.save_pretrained(work / "retex")
 

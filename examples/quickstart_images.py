@@ -22,6 +22,7 @@ from common import (
     evaluate_in_fresh_process,
     parse_arguments,
     read_json,
+    reference_inputs,
     timed,
     train,
     whole_folder,
@@ -98,7 +99,7 @@ def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[st
         experts = {task.name: work / "experts" / task.name for task in tasks}
         model = RetexModel.from_experts(base, experts, RetexConfig(rank=rank, num_reference=REFERENCE_INPUTS))
     with timed(seconds, "fit signatures"):
-        model.fit_signatures({task.name: [collate(task.train_inputs[:REFERENCE_INPUTS])] for task in tasks})
+        model.fit_signatures({task.name: [collate(reference_inputs(task, REFERENCE_INPUTS))] for task in tasks})
     with timed(seconds, "save"):
         model.save_pretrained(work / "retex")
 
@@ -115,6 +116,7 @@ def use(tasks: list[Task], work: Path) -> None:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # so small a network gains little from more, and loses much where cores are shared
     arguments = parse_arguments("ReTeX on four image tasks, from training to evaluation.", "retex-quickstart-images")
     work = arguments.work_dir
     tasks = [load_task(name) for name in TASKS]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from common import Collate, Task, as_markdown, evaluate, quiet, summarise
+from common import Collate, Task, as_markdown, evaluate, quiet, reference_inputs, summarise
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
     AutoImageProcessor,
@@ -227,7 +227,7 @@ def finish(model: RetexModel, recipe: Recipe) -> None:
     collate = make_collate(recipe.base, tasks[0], recipe.max_length) if tasks else None
     if len(tasks) == len(model.tasks):
         wanted = model.retex_config.num_reference
-        model.fit_signatures({task.name: [collate(task.train_inputs[:wanted])] for task in tasks})
+        model.fit_signatures({task.name: [collate(reference_inputs(task, wanted))] for task in tasks})
     model.save_pretrained(recipe.output_dir)
     draw(model, recipe)
     if len(tasks) == len(model.tasks):

@@ -233,7 +233,8 @@ class RetexModel(nn.Module):
 
         Args:
             references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or
-                a bare tensor, the model's main input. The first `num_reference` rows of each task are used.
+                a bare tensor, the model's main input. The first `num_reference` rows of each task are used: draw them
+                at random, because data sorted by class would show one class only.
             progress: Show a progress bar.
 
         Returns:

@@ -68,7 +68,7 @@ def measure(model: RetexModel, experts: dict[str, dict[str, Tensor]], individual
     moments = torch.eye(len(model.tasks)) / len(model.tasks) if moments is None else moments.float()
     normalised = []
     for name in model.tasks:
-        found = accuracy(lambda name=name, **inputs: model(**inputs, task=name), load_task(name), collate, name)
+        found = accuracy(lambda name=name, **inputs: model(**inputs, task=name), load_task(name), collate, None)
         normalised.append(found / individual[name])
     return {
         "loss": (moments * miss).sum().item(),
@@ -103,6 +103,10 @@ def runs(rank: int, numbers: int, experts: int, steps: list[int]) -> dict[tuple[
 def training(steps: int, **options: Any) -> TrainingConfig:
     """The paper's settings; its 600 warm-up steps are 12 % of its 5,000."""
     return TrainingConfig(steps=steps, warmup_steps=max(1, round(0.12 * steps)), log_every=1000, **options)
+
+
+def _steps(settings: TrainingConfig | None) -> int:
+    return 0 if settings is None else settings.steps + settings.soft_steps
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
@@ -140,14 +144,17 @@ def main() -> None:
     rows = json.loads(finished.read_text(encoding="utf-8")) if finished.is_file() else []
     done = {(row["variant"], row["solver"]) for row in rows}
     planned = runs(arguments.rank, plain.recovery.stored_numbers(), len(TASKS) * body, arguments.steps)
-    for (variant, solver), (config, settings) in tqdm(planned.items(), desc="variants", unit="run"):
-        if (variant, solver) in done:
-            continue
+    # Short runs first: an interrupted table is then complete up to some number of steps.
+    waiting = sorted((key for key in planned if key not in done), key=lambda key: _steps(planned[key][1]))
+    for variant, solver in tqdm(waiting, desc="variants", unit="run"):
+        config, settings = planned[variant, solver]
         start = time.perf_counter()
         model = build(config, settings)
         seconds = time.perf_counter() - start
         rows.append({"variant": variant, "solver": solver, **measure(model, experts, individual), "seconds": seconds})
         finished.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    order = list(planned)
+    rows.sort(key=lambda row: order.index((row["variant"], row["solver"])))
     table = as_table(rows)
     (arguments.work_dir / "variants.md").write_text(table, encoding="utf-8")
     print(f"\nTorch threads: {arguments.threads}\n\n{table}")

@@ -119,11 +119,14 @@ class RecoveryLoss(nn.Module):
         device = embedding.device
         square = energy = dot = norm = torch.zeros((), device=device)
         for name in self.recovery:
-            merged = self.targets.merged[name].to(device, torch.float32)
             difference = self.targets.mixed_difference(name, weights.cpu()).to(device, torch.float32)
-            predicted = self.recovery.recover(name, merged, embedding).float() - merged
-            square = square + (predicted - difference).square().sum()
-            energy = energy + difference.square().sum()
+            predicted = self.recovery.offset(name, embedding).float()
+            scale = self.recovery.scale(name)
+            if scale is not None:
+                merged = self.targets.merged[name].to(device, torch.float32)
+                predicted = predicted + (scale(embedding) - 1) * merged
+            square = square + nn.functional.mse_loss(predicted, difference, reduction="sum")
+            energy = energy + torch.linalg.vector_norm(difference).square()
             if self.training_config.objective != "l2":
                 dot = dot + (predicted * difference).sum()
                 norm = norm + predicted.square().sum()
