@@ -11,13 +11,14 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
@@ -153,7 +154,9 @@ def train(
         raise ConfigError("TrainingConfig.soft_steps needs RetexConfig.soft_training to say which mixtures to draw.")
     share = _share(training.batch_size, accelerator)
     set_seed(training.seed)
-    loss_module = RecoveryLoss(_initial(targets, layouts, config, training, accelerator, progress), targets, training)
+    recovery = _initial(targets, layouts, config, training, accelerator, progress)
+    whole = deepcopy(recovery).to("meta")  # the module's form, for when its parameters are sharded
+    loss_module = RecoveryLoss(recovery, targets, training)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
     schedule = get_cosine_schedule_with_warmup(optimizer, training.warmup_steps, total)
@@ -205,9 +208,8 @@ def train(
             sums, since = torch.zeros_like(sums), 0
         if saving and step + 1 < total:
             checkpoint.save(step + 1, history)
-    recovery = _gathered(accelerator, loss_module)
     checkpoint.finish()
-    return recovery
+    return _gathered(accelerator, loss_module, whole)
 
 
 def _initial(
@@ -255,14 +257,14 @@ def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
     return {"gamma": means} if means else {}
 
 
-def _gathered(accelerator: Accelerator, loss_module: nn.Module) -> RecoveryModule:
-    """The whole recovery module on every process, on the CPU, whatever the parameters were sharded over."""
+def _gathered(accelerator: Accelerator, loss_module: nn.Module, whole: RecoveryModule) -> RecoveryModule:
+    """The whole recovery module on every process, on the CPU, whatever its parameters were sharded over."""
     state = accelerator.get_state_dict(loss_module)
-    recovery = accelerator.unwrap_model(loss_module).recovery
-    if state:  # FSDP and ZeRO-3 gather on the main process; elsewhere this is the module's own state
-        own = {name.removeprefix("recovery."): tensor.cpu() for name, tensor in state.items()}
-        recovery.load_state_dict(own)
-    return recovery.cpu()
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        state = broadcast_object_list([state if accelerator.is_main_process else None])[0]
+    own = {name.removeprefix("recovery."): tensor.detach().cpu() for name, tensor in state.items()}
+    whole.load_state_dict(own, assign=True)
+    return whole
 
 
 class _Checkpoint:
