@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import TEXT
-from helpers import make_experts
+from helpers import make_experts, perturb
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
+from retex_hf import RetexModel
 from retex_hf.recovery.processes import deal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
@@ -147,3 +148,52 @@ def test_a_missing_recipe_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", str(tmp_path / "none.yaml")])
     with pytest.raises(SystemExit, match=r"none\.yaml does not exist"):
         train.main()
+
+
+@pytest.fixture
+def classifiers(tmp_path) -> Path:
+    """A base with a tokenizer, two experts with heads, and data for them: what a user's folders look like."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]
+    tokenizer = BertTokenizerFast(vocab={word: index for index, word in enumerate(words)})
+    base = BertModel(BertConfig(**TEXT)).eval()
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    for seed, (task, width) in enumerate({"low": 2, "high": 3}.items()):
+        expert = BertForSequenceClassification(BertConfig(**TEXT, num_labels=width)).eval()
+        expert.bert.load_state_dict(perturb(base, seed).state_dict())
+        expert.save_pretrained(tmp_path / "experts" / task)
+        (tmp_path / "data" / task).mkdir(parents=True)
+        for split, rows in {"train": 80, "test": 20}.items():
+            # The two tasks use different halves of the vocabulary.
+            texts = [" ".join(f"w{15 * seed + (row * k) % 15}" for k in (1, 2, 4)) for row in range(rows)]
+            lines = [json.dumps({"text": text, "label": row % width}) for row, text in enumerate(texts)]
+            (tmp_path / "data" / task / f"{split}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_a_recipe_with_data_builds_signs_draws_evaluates_and_saves(classifiers, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    recipe = {
+        "base": str(classifiers / "base"),
+        "experts": {task: str(classifiers / "experts" / task) for task in ("low", "high")},
+        "config": {"rank": 4, "num_reference": 32},
+        "data": {task: str(classifiers / "data" / task) for task in ("low", "high")},
+        "output_dir": str(classifiers / "out"),
+        "analyse": True,
+        "cpu": True,
+    }
+    (classifiers / "recipe.yaml").write_text(json.dumps(recipe))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", str(classifiers / "recipe.yaml"), "--rank", "full"])
+    train.main()
+    out = classifiers / "out"
+    results = json.loads((out / "results.json").read_text())
+    for row in results["tasks"].values():
+        assert row["task_given"] == row["individual"]  # rank full: the expert itself
+        assert row["identification"] > 0.8
+        assert row["task_given"] - (1 - row["identification"]) <= row["task_unknown"] <= row["task_given"]
+    assert {path.name for path in (out / "figures").iterdir()} == {"errors.png", "energy_ratios.png", "storage.png"}
+    model = RetexModel.from_pretrained(out)
+    assert model.retex_config.rank == "full"  # flags win over the recipe
+    assert model.tasks == ["low", "high"] and model.signatures is not None

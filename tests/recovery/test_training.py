@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 from families import TEXT
 from helpers import assert_same, make_experts
 from transformers import BertConfig, BertModel
@@ -226,3 +227,40 @@ def test_mixed_precision_trains(base, experts):
     model = fit(base, experts, accelerator=Accelerator(cpu=True, mixed_precision="bf16"), **LONG)
     assert column(model, "loss")[-1] < 0.7 * column(model, "loss")[0]
     assert model.recovery.task_embedding.dtype == torch.float32
+
+
+class Notebook(GeneralTracker):
+    """A tracker that keeps what it is told."""
+
+    name = "notebook"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: list[tuple[int, dict]] = []
+
+    @property
+    def tracker(self):
+        return self.pages
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.pages.append((step, values))
+
+
+def test_trackers_get_every_record(base, experts):
+    notebook = Notebook()
+    accelerator = Accelerator(cpu=True, log_with=notebook)
+    accelerator.init_trackers("retex")
+    model = fit(base, experts, accelerator=accelerator, log_every=5)
+    assert [step for step, _ in notebook.pages] == [5, 10, 15, 20]
+    assert [page["loss"] for _, page in notebook.pages] == column(model, "loss")
+    assert set(notebook.pages[0][1]) == {"loss", "relative_error", "learning_rate"}
+
+
+def test_a_record_is_the_mean_since_the_last_one(base, experts):
+    single, window = fit(base, experts), fit(base, experts, log_every=5)
+    losses = column(single, "loss")
+    assert column(window, "loss") == pytest.approx([sum(losses[i : i + 5]) / 5 for i in range(0, 20, 5)], rel=1e-5)
