@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -210,10 +209,7 @@ def _load_model(folder: Path, library: str, load_options: dict[str, Any]) -> nn.
     try:
         model = LIBRARIES[library].load(folder, **load_options)
     except CheckpointError as error:
-        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from None
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ArtifactError(f"{folder}: the merged model does not load: {reason}") from error
+        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)
 
 

@@ -189,7 +189,7 @@ class RetexModel(nn.Module):
             token: Hub token.
             local_files_only: Do not contact the Hub.
             dtype: Cast the merged model (and the experts recovered from it) to this dtype.
-            is_trainable: Let the recovery module require gradients.
+            is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
         """
         folder = hub.find_artifact(
@@ -440,6 +440,12 @@ class RetexModel(nn.Module):
         self.model.generation_config = value
 
     # ---- nn.Module ---------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> RetexModel:
+        """As `nn.Module.train`. In training mode gradients reach the recovery module through the experts."""
+        if mode != self.training:
+            self._cache.clear()  # experts were recovered from what training is about to change, or has changed
+        return super().train(mode)
 
     def _apply(self, fn, recurse: bool = True):
         self._cache.clear()

@@ -237,3 +237,30 @@ def test_wrong_options_are_refused(base):
         RetexModel.from_experts(base, experts, RetexConfig(merge={"method": "nope"}))
     with pytest.raises(ConfigError, match=r"must be one of .* or a checkpoint, not 'averge'"):
         RetexModel.from_experts(base, experts, RetexConfig(merge="averge"))
+
+
+def test_the_recovery_can_be_trained_through_the_experts(base):
+    model = RetexModel.from_experts(base, make_experts(base), RetexConfig(rank=3), progress=False)
+    inputs = tokens(6)
+    names = ["red", "green", "red", "red", "green", "red"]
+
+    def loss() -> torch.Tensor:
+        return model(**inputs, task=names).last_hidden_state.square().mean()
+
+    model.train()
+    model.model.eval()  # no dropout, so that losses can be compared
+    model.model.training = True
+    optimizer = torch.optim.SGD(model.recovery.parameters(), lr=1e-3)
+    before = loss()
+    before.backward()
+    name = "encoder.layer.0.output.dense.weight"
+    gradient = model.recovery[name].weight.grad
+    assert gradient[0].any() and gradient[1].any() and not gradient[2].any()  # blue took no part
+    expected = sum(p.grad.square().sum() for p in model.recovery.parameters() if p.grad is not None)
+    optimizer.step()
+    # To first order, a step of size lr against the gradient lowers the loss by lr times its squared norm.
+    assert (before - loss()).item() == pytest.approx(1e-3 * expected.item(), rel=0.1)
+    trained = loss().item()
+    model.eval()
+    assert loss().item() == pytest.approx(trained, rel=1e-5)  # no stale expert from before the step
+    assert not any(p.grad is not None for p in model.model.parameters())

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class TensorInfo:
 
 
 @dataclass
-class Source:
+class Source(ABC):
     """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie."""
 
     label: str
@@ -43,8 +44,9 @@ class Source:
     model: nn.Module | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    @abstractmethod
     def read(self, name: str) -> Tensor:
-        raise NotImplementedError
+        """One tensor."""
 
 
 @dataclass

@@ -12,13 +12,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from ..recovery import RecoveryModule
 
 
-@torch.no_grad()
 def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weights: Tensor) -> dict[str, Tensor]:
     """The recovered parameters of a mixture of tasks, each in the merged tensor's dtype."""
     embedding = recovery.embed(weights)
@@ -37,8 +35,10 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     memo = {id(shared): shared for shared in (*model.parameters(), *configs)}
     for name, tensor in tensors.items():
-        own = nn.Parameter(tensor, requires_grad=False) if isinstance(named[name], nn.Parameter) else tensor
-        memo[id(named[name])] = own
+        is_parameter = isinstance(named[name], nn.Parameter)
+        # A tensor that carries gradients to the recovery module must stay as it is.
+        as_parameter = is_parameter and not tensor.requires_grad
+        memo[id(named[name])] = nn.Parameter(tensor, requires_grad=False) if as_parameter else tensor
     expert = copy.deepcopy(model, memo)
     for name, tensor in tensors.items():
         if tensor.shape != named[name].shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -41,17 +42,22 @@ class ExpertRunner:
 
     def expert(self, group: Group, recovered: bool = True) -> nn.Module:
         """The expert of a group; with `recovered=False` the merged body under the task's head."""
-        make = lambda: self._make(group, recovered)  # noqa: E731
-        # Mixtures are endless; only pure tasks are worth keeping. Training moves the statistics of an expert's batch
-        # normalisation: evaluation has an expert of its own.
+        learning = recovered and self._is_learning()
+        make = partial(self._make, group, recovered, learning)
+        # Mixtures are endless, and weights that are being learned change at every step; only pure tasks are worth
+        # keeping. Training moves the statistics of an expert's batch normalisation: evaluation has its own.
         key = (group.task_id, recovered, self.model.training)
-        expert = make()[0] if group.weights is not None else self.cache.get(key, make)
+        expert = make()[0] if learning or group.weights is not None else self.cache.get(key, make)
         if hasattr(self.model, "generation_config"):
             expert.generation_config = self.model.generation_config
         return expert
 
+    def _is_learning(self) -> bool:
+        """Whether gradients of this call must reach the recovery module."""
+        return self.model.training and torch.is_grad_enabled() and self.recovery.task_embedding.requires_grad
+
     @torch.inference_mode(False)  # an expert outlives the call it is made in, and may have to carry gradients later
-    def _make(self, group: Group, recovered: bool) -> tuple[nn.Module, int]:
+    def _make(self, group: Group, recovered: bool, learning: bool) -> tuple[nn.Module, int]:
         task = self.tasks[group.task_id]
         tensors = dict(self.heads.get(task, {}))
         own = 0
@@ -60,7 +66,8 @@ class ExpertRunner:
             if weights is None:
                 weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), len(self.tasks)).float()
             device = self.recovery.task_embedding.device
-            tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
+            with torch.set_grad_enabled(learning):
+                tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
             own = tensor_bytes(tensors)
         expert = copy_with(self.model, tensors)
         if task in self.labels:

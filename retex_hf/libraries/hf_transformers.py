@@ -52,7 +52,7 @@ def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel
         raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which is no model class of transformers.")
     try:
         model, report = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
-    except Exception as error:
+    except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
     for key, shape, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
@@ -115,7 +115,7 @@ def align(
             planned = convert(
                 lambda key: torch.empty(source.infos[key].shape, dtype=source.infos[key].dtype, device="meta")
             )
-        except Exception as error:
+        except Exception as error:  # conversions check nothing themselves
             raise CheckpointError(
                 f"{source.label}: the {len(parts)} tensors that make up {first_name!r} do not fit each other: "
                 f"{first_line(error)}"

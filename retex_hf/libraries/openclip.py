@@ -30,12 +30,12 @@ def owns(model: nn.Module) -> bool:
     return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
 
 
-def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None, device_map: Any = None) -> nn.Module:
+def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None) -> nn.Module:
     """Load an OpenCLIP folder, and remember its configuration. OpenCLIP is always strict."""
     config = read_config(folder)
     try:
-        model = open_clip.create_model(f"local-dir:{folder}", device=device_map or "cpu").eval()
-    except Exception as error:
+        model = open_clip.create_model(f"local-dir:{folder}").eval()
+    except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
         # torch's first line only says that something does not fit; the second says what.
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
