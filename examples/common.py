@@ -134,9 +134,23 @@ def train(model: PreTrainedModel, task: Task, collate: Collate, settings: Traini
     model.eval()
 
 
+def train_experts(
+    tasks: Sequence[Task], work: Path, seconds: dict[str, float], fine_tune: Callable[[Task, Path], None]
+) -> None:
+    """Train the experts that an earlier run has not left in the work dir."""
+    with timed(seconds, "fine-tune experts"):
+        for task in tasks:
+            folder = work / "experts" / task.name
+            if folder.exists():
+                print(f"{task.name}: using the expert in {folder}")
+            else:
+                fine_tune(task, folder)
+
+
 def reference_inputs(task: Task, count: int) -> list[Any]:
     """Training inputs to know the task by; drawn at random, because a set may be sorted by class."""
-    return random.Random(0).sample(list(task.train_inputs), count)
+    inputs = list(task.train_inputs)
+    return random.Random(0).sample(inputs, min(count, len(inputs)))
 
 
 @contextmanager

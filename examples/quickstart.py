@@ -29,6 +29,7 @@ from common import (
     reference_inputs,
     timed,
     train,
+    train_experts,
     whole_folder,
     write_report,
 )
@@ -135,13 +136,7 @@ def main() -> None:
     base, seconds = work / "base", {}
     if not base.exists():
         fetch_base(base)
-    with timed(seconds, "fine-tune experts"):
-        for task in tasks:
-            folder = work / "experts" / task.name
-            if folder.exists():
-                print(f"{task.name}: using the expert in {folder}")
-            else:
-                fine_tune_expert(base, task, TASKS[task.name], folder)
+    train_experts(tasks, work, seconds, lambda task, folder: fine_tune_expert(base, task, TASKS[task.name], folder))
     build(base, tasks, work, arguments.rank or RANK, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 

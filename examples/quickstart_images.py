@@ -25,6 +25,7 @@ from common import (
     reference_inputs,
     timed,
     train,
+    train_experts,
     whole_folder,
     write_report,
 )
@@ -127,13 +128,7 @@ def main() -> None:
     if not base.exists():
         with timed(seconds, "train the base"):
             train_base(tasks, base)
-    with timed(seconds, "fine-tune experts"):
-        for task in tasks:
-            folder = work / "experts" / task.name
-            if folder.exists():
-                print(f"{task.name}: using the expert in {folder}")
-            else:
-                fine_tune_expert(base, task, folder)
+    train_experts(tasks, work, seconds, lambda task, folder: fine_tune_expert(base, task, folder))
     build(base, tasks, work, arguments.rank or RANK, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 
