@@ -50,9 +50,10 @@ def plan_layouts(
 
     # Rank 1 shows the kind of a parameter; where even that costs as much as the whole, it is not factored at all.
     layouts = {name: plan(name, 1) for name in targets.names}
+    design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
     values = run_dealt(
         {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
-        lambda name: spectrum(targets.differences(name), layouts[name]),
+        lambda name: spectrum(targets.differences(name), layouts[name], design),
         accelerator,
         "Reading spectra",
         progress,
@@ -148,8 +149,9 @@ def _kernel(differences: list[Tensor], solution: Solution) -> Tensor:
         factors = torch.stack([difference.double().flatten() for difference in differences])
     else:
         stacks = torch.stack([difference.double().reshape(layout.stacked_shape) for difference in differences])
-        shared = solution.shared.double()
-        factors = shared.mT @ stacks if layout.order == SHARED_FIRST else stacks @ shared.mT
+        shared, rank = solution.shared.double(), layout.solved_rank
+        reversed_order = layout.order == SHARED_FIRST
+        factors = shared[..., :rank].mT @ stacks if reversed_order else stacks @ shared[:, :rank].mT
         factors = factors.flatten(1)
     return factors @ factors.T
 

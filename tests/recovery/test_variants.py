@@ -28,6 +28,9 @@ VARIANTS = {
     "affine-reversed": {"recovery": "affine", "factor_order": "shared_first"},
     "narrow-soft": {"task_embedding_dim": 1, "soft_training": "dirichlet", "merge": "task_arithmetic"},
     "narrow-shared": {"task_embedding_dim": 1, "share_layers": True},
+    "narrow-retex-e": {"task_embedding_dim": 1, "inner_rank": 2},
+    "narrow-reversed": {"task_embedding_dim": 1, "factor_order": "shared_first"},
+    "soft-budget": {"rank_budget": 0.3, "soft_training": "dirichlet", "merge": "task_arithmetic"},
 }
 
 
@@ -231,3 +234,11 @@ def test_exact_is_never_worse_than_adam(base, experts, options):
 def test_affine_with_a_narrow_embedding_is_left_to_training(base, experts):
     with pytest.raises(ConfigError, match='solver="adam"'):
         build(base, experts, recovery="affine", task_embedding_dim=1)
+
+
+def test_a_narrow_retex_e_is_the_narrow_solution_of_its_inner_rank(base, experts):
+    inner = build(base, experts, task_embedding_dim=1, inner_rank=2)
+    plain = build(base, experts, task_embedding_dim=1, rank=2)
+    names = [n for n in inner.recovery if inner.recovery[n].layout.kind == plain.recovery[n].layout.kind == "matrix"]
+    # The alternation may stop a little earlier or later: up to its tolerance.
+    assert squared_error(inner, experts, names) == pytest.approx(squared_error(plain, experts, names), rel=1e-2)
