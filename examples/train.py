@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import typing
 from pathlib import Path
@@ -43,7 +44,24 @@ LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 @dataclasses.dataclass
 class Recipe:
-    """Everything a run needs; see the module's documentation."""
+    """Everything a run needs.
+
+    Args:
+        base: The pre-trained model: a folder or Hub id.
+        experts: Task names and their experts.
+        config: Fields of RetexConfig.
+        solver: "closed_form" (exact) or "adam" (the paper's training).
+        training: Fields of TrainingConfig, for "adam".
+        data: Task names and their data: a folder with train.* and test.* files, or a Hub id.
+        max_length: Texts are cut after so many tokens.
+        output_dir: Where the artifact, its figures and the results go.
+        push_to_hub: Upload the artifact to this repository.
+        mixed_precision: "no", "bf16" or "fp16".
+        gradient_accumulation_steps: Backward passes per optimizer step.
+        log_with: A tracker of accelerate, such as "tensorboard" or "wandb".
+        cpu: Stay on the CPU.
+        analyse: Also draw the experts' spectra, and error against storage.
+    """
 
     base: str | None = None
     experts: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -102,12 +120,12 @@ def parse_recipe(arguments: list[str]) -> Recipe:
     run = parser.add_argument_group("run")
     for field in dataclasses.fields(Recipe):
         if field.name not in ("experts", "data", "config", "training"):
-            _add_flag(run, field, typing.get_type_hints(Recipe))
+            _add_flag(run, field, Recipe)
     for cls, left_out in ((RetexConfig, FILLED_ON_BUILD), (TrainingConfig, set())):
         group = parser.add_argument_group(cls.__name__)
         for field in dataclasses.fields(cls):
             if field.name not in left_out:
-                _add_flag(group, field, typing.get_type_hints(cls))
+                _add_flag(group, field, cls)
     given = vars(parser.parse_args(arguments))
     recipe = Recipe.from_yaml(given["recipe"]) if given["recipe"] else Recipe()
     recipe.experts |= dict(_pair(text) for text in given["expert"])
@@ -121,13 +139,19 @@ def parse_recipe(arguments: list[str]) -> Recipe:
     return recipe
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hints: dict[str, Any]) -> None:
-    flag = "--" + field.name.replace("_", "-")
-    if hints[field.name] is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, cls: type) -> None:
+    flag, text = "--" + field.name.replace("_", "-"), _description(cls, field.name)
+    if typing.get_type_hints(cls)[field.name] is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         # YAML's reading of a value is the right type for every field: 64, 0.15, full, [a, b], {method: ties}.
-        group.add_argument(flag, type=yaml.safe_load, metavar="VALUE")
+        group.add_argument(flag, type=yaml.safe_load, metavar="VALUE", help=text)
+
+
+def _description(cls: type, name: str) -> str:
+    """What the class's documentation says of a field."""
+    found = re.search(rf"^ {{8}}{name}: (.+(?:\n {{12}}.+)*)", cls.__doc__, re.MULTILINE)
+    return re.sub(r"\s+", " ", found[1]).replace("%", "%%").replace("`", "")
 
 
 def _pair(text: str) -> tuple[str, str]:
