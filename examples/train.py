@@ -94,6 +94,8 @@ class Recipe:
         return cls(**{key: value for key, value in values.items() if value is not None})
 
     def check(self) -> None:
+        if self.mixed_precision is False:  # YAML reads a bare `no` so
+            self.mixed_precision = "no"
         if not self.base or not self.experts or not self.output_dir:
             raise RetexError("A run needs a base, experts and an output_dir, from the recipe or as flags.")
         unknown = sorted(set(self.data) - set(self.experts))
