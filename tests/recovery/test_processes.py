@@ -80,10 +80,10 @@ def test_two_processes_give_the_losses_of_one(folders, one_process, tmp_path):
         for output in (one_process, tmp_path / "two")
     ]
     assert len(losses[0]) == 40
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     ours, theirs = recovery(tmp_path / "two"), recovery(one_process)
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-6)
 
 
 def test_killed_and_resumed_it_ends_with_the_same_weights(folders, one_process, tmp_path):
