@@ -2,8 +2,8 @@
 
 The basic problem is `min sum_t ||G_t S - D_t||^2`. The `G_t` are free matrices (one generator row per task), so by
 Eckart-Young the optimum is the truncated SVD of the stacked differences: `S` holds the top right singular vectors and
-`G_t = D_t S^T`. Only a Gram matrix is needed; float64 keeps its small eigenvalues, which a float32 Gram matrix would
-drown. The variants reduce to the same problem:
+`G_t = D_t S^T`. Only a Gram matrix is needed; it is summed in float64, since float32 would drown its small eigenvalues,
+and `eigen` says where float32 serves after that. The variants reduce to the same problem:
 
 - ReTeX-E: `A_t (B S)` spans what rank r_g spans, so `B S` is the rank-r_g solution;
 - reversed order: the transposed differences;
@@ -15,16 +15,23 @@ drown. The variants reduce to the same problem:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .design import Design
+from .eigen import top_eigenpairs
 from .shapes import MATRIX, SHARED_FIRST, Layout
 
 AFFINE_STEPS = 20
 AFFINE_TOLERANCE = 1e-4
+# A float32 product with orthonormal rows misses about 1e-13 of the energy; above this share, no one can tell.
+FLOAT32_SHARE = 1e-6
+# Rows that are float64 at a time, and the side of the blocks of a Gram matrix: large enough for full speed.
+SLAB_ROWS = 1024
+GRAM_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -70,14 +77,23 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
     )
 
 
-def solve_shared(layers: list[list[Tensor]], layout: Layout, design: Design | None = None) -> Solution:
-    """Factors that several layers of one shape share; `layers[l][t]` is the difference of layer l for task t."""
-    means = [torch.stack([layer[task].float() for layer in layers]).mean(0) for task in range(len(layers[0]))]
-    solution = solve(means, layout, design)
-    design = design or Design(len(means))
-    energy = sum(design.project(layer)[1] for layer in layers)
-    spread = energy - len(layers) * solution.energy
-    return replace(solution, energy=energy, residual=len(layers) * solution.residual + max(spread, 0.0))
+def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design | None = None) -> Solution:
+    """Factors that several layers of one shape share; `layers[l][t]` is the difference of layer l for task t.
+
+    The layers are gone through once, so they may be made as they are needed.
+    """
+    means, energy, count = [], 0.0, 0
+    for layer in layers:
+        design = design or Design(len(layer))
+        energy += design.project(layer)[1]
+        if not means:
+            means = [torch.zeros_like(difference, dtype=torch.float32) for difference in layer]
+        for mean, difference in zip(means, layer, strict=True):
+            mean += difference
+        count += 1
+    solution = solve([mean.div_(count) for mean in means], layout, design)
+    spread = energy - count * solution.energy
+    return replace(solution, energy=energy, residual=count * solution.residual + max(spread, 0.0))
 
 
 def solve_affine(
@@ -163,20 +179,19 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
 
 def solve_matrices(differences: list[Tensor], rank: int) -> tuple[list[Tensor], Tensor, float]:
     """Top-`rank` factors `G_t (a, r)`, `S (r, b)` of a list of (a, b) matrices, and the discarded energy."""
-    values, shared = _right_vectors(differences, rank)
-    factors = [(difference.double() @ shared.T).float() for difference in differences]
-    return factors, shared.float(), values[rank:].clamp(min=0).sum().item()
+    shared, discarded, energy = _right_vectors(differences, rank)
+    return _left_factors(differences, shared, discarded, energy), shared.float(), discarded
 
 
 def _solve_ordered(differences: list[Tensor], layout: Layout) -> tuple[list[Tensor], Tensor, float]:
     """`solve_matrices` under the layout's order and inner rank."""
-    values, shared = _right_vectors([_ordered(difference, layout) for difference in differences], layout.rank)
+    differences = [_ordered(difference, layout) for difference in differences]
     rank = layout.solved_rank
-    factors = [(_ordered(difference, layout).double() @ shared[:rank].T).float() for difference in differences]
-    left = values[rank:].clamp(min=0).sum().item()
+    shared, discarded, energy = _right_vectors(differences, layout.rank, rank)
+    factors = _left_factors(differences, shared[:rank], discarded, energy)
     if layout.order == SHARED_FIRST:
-        return [factor.T for factor in factors], shared.T.float(), left
-    return factors, shared.float(), left
+        return [factor.T for factor in factors], shared.T.float(), discarded
+    return factors, shared.float(), discarded
 
 
 def _ordered(difference: Tensor, layout: Layout) -> Tensor:
@@ -190,13 +205,17 @@ def _inner_factor(layout: Layout) -> Tensor | None:
     return torch.eye(*layout.inner_shape[1:]).expand(layout.inner_shape).clone()
 
 
-def _right_vectors(differences: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """All eigenvalues of the Gram matrix (descending), and the top right singular vectors of the stack as rows."""
-    values, vectors = torch.linalg.eigh(_gram(differences))
-    values, vectors = values.flip(0), vectors.flip(1)[:, :rank]
+def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[Tensor, float, float]:
+    """The top right singular vectors of the stack as rows, the energy outside the first `kept`, and all energy."""
+    gram = _gram(differences)
+    energy = gram.diagonal().sum().item()
+    _, vectors, discarded = top_eigenpairs(gram, rank, kept)
+    del gram
     if _is_wide(differences):
-        stacked = torch.cat([difference.double() for difference in differences])
-        shared = vectors.T @ stacked
+        shared = torch.zeros(rank, differences[0].shape[1], dtype=torch.float64)
+        rows = vectors.split([len(part) for part in _row_slabs(differences)])
+        for part, weights in zip(_row_slabs(differences), rows, strict=True):
+            shared.addmm_(weights.T, part.double())
         # Directions without energy have no right singular vector to normalise; zero rows are the exact answer there.
         norms = shared.norm(dim=1, keepdim=True)
         shared = torch.where(norms > 1e-7 * norms.max(), shared / norms, 0.0)
@@ -204,7 +223,17 @@ def _right_vectors(differences: list[Tensor], rank: int) -> tuple[Tensor, Tensor
         shared = vectors.T
     # An eigenvector's sign is arbitrary; fixing it makes the result independent of how the work was divided.
     peaks = shared.gather(1, shared.abs().argmax(1, keepdim=True))
-    return values, shared * torch.where(peaks < 0, -1.0, 1.0)
+    return shared * torch.where(peaks < 0, -1.0, 1.0), discarded, energy
+
+
+def _left_factors(differences: list[Tensor], shared: Tensor, discarded: float, energy: float) -> list[Tensor]:
+    """`G_t = D_t S^T`, in float64 only where its rounding would show beside what is discarded anyway."""
+    if discarded > FLOAT32_SHARE * energy:
+        shared = shared.float()
+    return [
+        torch.cat([(part.to(shared.dtype) @ shared.T).float() for part in _row_slabs([difference])])
+        for difference in differences
+    ]
 
 
 def _is_wide(differences: list[Tensor]) -> bool:
@@ -213,12 +242,28 @@ def _is_wide(differences: list[Tensor]) -> bool:
 
 
 def _gram(differences: list[Tensor]) -> Tensor:
-    """The smaller of the two Gram matrices of the stacked differences."""
-    if _is_wide(differences):
-        stacked = torch.cat([difference.double() for difference in differences])
-        return stacked @ stacked.T
-    gram = torch.zeros(differences[0].shape[1], differences[0].shape[1], dtype=torch.float64)
-    for difference in differences:
-        difference = difference.double()
-        gram.addmm_(difference.T, difference)
+    """The smaller of the two Gram matrices of the stacked differences, in float64, by the blocks of one triangle."""
+    wide = _is_wide(differences)
+    side = len(differences) * differences[0].shape[0] if wide else differences[0].shape[1]
+    starts = range(0, side, GRAM_BLOCK)
+    gram = torch.zeros(side, side, dtype=torch.float64)
+    for slab in _column_slabs(differences) if wide else _row_slabs(differences):
+        slab = slab.double()
+        for start in starts:
+            stop = start + GRAM_BLOCK
+            gram[start:stop, start:].addmm_(slab[:, start:stop].T, slab[:, start:])
+    for start in starts:
+        stop = start + GRAM_BLOCK
+        gram[stop:, start:stop] = gram[start:stop, stop:].T
     return gram
+
+
+def _row_slabs(differences: list[Tensor]) -> Iterator[Tensor]:
+    """The rows of the stack in parts, so that float64 copies stay small."""
+    return (part for difference in differences for part in difference.split(SLAB_ROWS))
+
+
+def _column_slabs(differences: list[Tensor]) -> Iterator[Tensor]:
+    """The columns of the stack in parts, as rows."""
+    for start in range(0, differences[0].shape[1], SLAB_ROWS):
+        yield torch.cat([difference[:, start : start + SLAB_ROWS].T for difference in differences], dim=1)
