@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import isfinite
+from collections.abc import Collection, Iterator
+from math import inf, isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from .registry import Merger, TaskTensors, register_merge
+from .threshold import CHUNK, magnitude_thresholds
 
 
 @register_merge("average")
@@ -41,19 +43,23 @@ def ties(tensors: TaskTensors, *, density: float = 0.2, scale: float = 1.0, trim
     if trim not in ("vector", "tensor"):
         raise ConfigError(f'RetexConfig.merge: trim must be "vector" or "tensor", not {trim!r}.')
 
-    def task_vector(task: str) -> Iterable[Tensor]:
-        return (tensors.read_expert(task, n).float() - tensors.read_base(n).float() for n in tensors.names)
-
     thresholds = None
     if trim == "vector":
-        thresholds = [magnitude_threshold(lambda t=task: task_vector(t), density) for task in tensors.tasks]
+
+        def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+            for name in tensors.names:
+                base = tensors.read_base(name)
+                for number in wanted:
+                    yield number, tensors.read_expert(tensors.tasks[number], name), base
+
+        size = sum(tensors.read_base(name).numel() for name in tensors.names)
+        thresholds = magnitude_thresholds(read, len(tensors.tasks), size, density)
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
-        base = base.float()
-        vectors = [expert.float() - base for expert in experts]
-        limits = thresholds or [magnitude_threshold(lambda v=vector: [v], density) for vector in vectors]
-        trimmed = [torch.where(v.abs() >= limit, v, 0.0) for v, limit in zip(vectors, limits, strict=True)]
-        return base + scale * _disjoint_mean(trimmed)
+        limits = thresholds or magnitude_thresholds(
+            lambda wanted: ((number, experts[number], base) for number in wanted), len(experts), base.numel(), density
+        )
+        return _merge_trimmed(base, experts, limits, scale)
 
     return merge
 
@@ -63,39 +69,30 @@ def _check_number(name: str, value: Any) -> None:
         raise ConfigError(f"RetexConfig.merge: {name} must be a number, not {value!r}.")
 
 
-def _disjoint_mean(vectors: list[Tensor]) -> Tensor:
-    elected = torch.sign(sum(vectors))
-    agreeing = [torch.where(torch.sign(vector) == elected, vector, 0.0) for vector in vectors]
-    count = sum((vector != 0).to(elected.dtype) for vector in agreeing)
-    return sum(agreeing) / count.clamp(min=1)
+def _merge_trimmed(base: Tensor, experts: list[Tensor], limits: list[float], scale: float) -> Tensor:
+    """`base + scale * mean` of the entries that reach their task's limit and agree with the elected sign.
 
-
-def magnitude_threshold(read: Callable[[], Iterable[Tensor]], density: float) -> float:
-    """The magnitude that the top `density` of all entries reach, in two passes of constant memory.
-
-    The bits of a non-negative float32 sort like the float itself: the first pass counts the upper half of the bits, the
-    second the lower half within the one bin that holds the answer. `read()` yields the tensors anew for each pass.
+    A chunk of all task vectors fits the processor's cache; every step is a float32 operation on it, in place.
     """
-
-    def counts(select: Callable[[Tensor], Tensor]) -> Tensor:
-        total = torch.zeros(1 << 16, dtype=torch.int64)
-        for tensor in read():
-            bits = tensor.float().abs().contiguous().view(torch.int32).flatten()
-            total += torch.bincount(select(bits), minlength=1 << 16)
-        return total
-
-    upper = counts(lambda bits: bits >> 16)
-    total = upper.sum().item()
-    if total == 0:
-        return 0.0
-    wanted = max(1, round(density * total))
-    high, above = _bin_reaching(upper, wanted)
-    low, _ = _bin_reaching(counts(lambda bits: bits[bits >> 16 == high] & 0xFFFF), wanted - above)
-    return torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32).item()
+    merged = torch.empty(base.numel())
+    flat_base, flat_experts = base.reshape(-1), [expert.reshape(-1) for expert in experts]
+    # `hardshrink` keeps what is above its bound, and a limit itself is to be kept; below zero it keeps everything.
+    bounds = np.nextafter(np.float32(limits), np.float32(-inf)).tolist()
+    for start in range(0, len(merged), CHUNK):
+        part = slice(start, start + CHUNK)
+        origin = flat_base[part].float()
+        vectors = [expert[part].float() - origin for expert in flat_experts]
+        trimmed = [torch.nn.functional.hardshrink(vector, bound) for vector, bound in zip(vectors, bounds, strict=True)]
+        torch.add(origin, _disjoint_mean(trimmed), alpha=scale, out=merged[part])
+    return merged.view(base.shape)
 
 
-def _bin_reaching(counts: Tensor, wanted: int) -> tuple[int, int]:
-    """The highest bin such that it and all above hold at least `wanted`; and how many are above it."""
-    from_top = counts.flip(0).cumsum(0)
-    position = int(torch.searchsorted(from_top, wanted))
-    return len(counts) - 1 - position, int(from_top[position] - counts.flip(0)[position])
+def _disjoint_mean(vectors: list[Tensor]) -> Tensor:
+    """The mean over the entries of the sign that outweighs the other. Uses the vectors up."""
+    elected = torch.sign(sum(vectors))
+    total, count = torch.zeros_like(elected), torch.zeros_like(elected)
+    for vector in vectors:
+        agreeing = vector.mul_(elected).relu_()
+        total += agreeing
+        count += agreeing.sign_()
+    return total.mul_(elected).div_(count.clamp_(min=1))

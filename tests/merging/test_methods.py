@@ -1,8 +1,6 @@
-"""The merge methods against plain implementations on whole vectors, and the streaming threshold against `topk`."""
+"""The merge methods against plain implementations on whole vectors."""
 
 from __future__ import annotations
-
-import weakref
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from retex_hf import ConfigError
 from retex_hf.merging import get_merger
-from retex_hf.merging.methods import magnitude_threshold
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "conv.weight": (3, 2, 3, 3), "scale": ()}
 TASKS = ["x", "y", "z", "w"]
@@ -159,48 +156,3 @@ def test_ties_with_nothing_to_merge_prepares_nothing():
 def test_bad_option_value_is_named(method, options, message):
     with pytest.raises(ConfigError, match=f"RetexConfig.merge: {message}"):
         Tensors().merge(method, **options)
-
-
-THRESHOLD_DATA = {
-    "random": lambda: [torch.randn(1000), torch.randn(30, 7)],
-    "half precision": lambda: [torch.randn(1000).half()],
-    "not contiguous": lambda: [torch.randn(40, 30).T, torch.randn(50)[::2]],
-    "many equal": lambda: [torch.randint(-3, 4, (1000,)).float()],
-    "zeros": lambda: [torch.zeros(100)],
-    "mostly zeros": lambda: [torch.cat([torch.zeros(95), torch.tensor([-0.0, 1.0, -2.0, 3.0, 1e-3])])],
-    "denormals": lambda: [torch.randint(-(2**20), 2**20, (500,)).float() * 2.0**-149],
-    "all magnitudes": lambda: [torch.randn(2000) * 10.0 ** torch.randint(-38, 38, (2000,))],
-    "neighbours": lambda: [torch.tensor(1.0).view(torch.int32).add(torch.randperm(300)).int().view(torch.float32)],
-    "one element": lambda: [torch.tensor([-2.5])],
-    "a scalar": lambda: [torch.tensor(3.0)],
-    "an empty tensor among others": lambda: [torch.zeros(0), torch.randn(10)],
-}
-
-
-@pytest.mark.parametrize("make", THRESHOLD_DATA.values(), ids=THRESHOLD_DATA.keys())
-@pytest.mark.parametrize("density", [1e-4, 0.1, 0.2, 0.5, 0.99, 1.0])
-def test_threshold_is_the_kth_largest_magnitude(make, density):
-    tensors = make()
-    magnitudes = torch.cat([tensor.flatten().float() for tensor in tensors]).abs()
-    kept = max(1, round(density * len(magnitudes)))
-    threshold = magnitude_threshold(lambda: tensors, density)
-    assert threshold == magnitudes.topk(kept).values[-1].item()
-    assert threshold == magnitudes.kthvalue(len(magnitudes) - kept + 1).values.item()
-
-
-def test_threshold_holds_no_more_than_two_tensors_at_a_time():
-    data = torch.randn(10, 100)
-    alive, most = [], 0
-
-    def read():
-        nonlocal most
-        for row in data:
-            tensor = row.clone()
-            alive.append(weakref.ref(tensor))
-            most = max(most, sum(reference() is not None for reference in alive))
-            yield tensor
-            del tensor
-
-    assert magnitude_threshold(read, 0.2) == data.abs().flatten().topk(200).values[-1].item()
-    assert len(alive) == 20
-    assert most <= 2

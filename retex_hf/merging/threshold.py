@@ -1,0 +1,119 @@
+"""The magnitude that the largest entries of a task vector reach, without holding the vector.
+
+A float32 without its sign bit sorts like the integer of the same bits, so the k-th largest magnitude is found among
+integers. A sample brackets it; then one pass over the entries counts those above the bracket and makes a histogram of
+the few inside, one bin per float. Counts show when a bracket misses the answer: it is widened to all floats. A bracket
+too wide for such bins is narrowed to one bin, and all entries are passed over again. The result is exact either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# `read(wanted)` yields `(v, expert, base)` for all tensors of the task vectors numbered in `wanted`, tensor by tensor.
+Read = Callable[[Collection[int]], Iterable[tuple[int, Tensor, Tensor]]]
+
+MAGNITUDE_BITS = 0x7FFFFFFF
+MOST_BINS = 1 << 19
+# Entries of a sample: enough for brackets of about one per cent of all entries.
+SAMPLE_SIZE = 1 << 17
+# How many standard deviations of the sample's own error a bracket reaches to either side.
+SAMPLE_MARGIN = 6
+CHUNK = 1 << 15  # entries that are worked on while they are in the processor's cache
+
+
+def magnitude_thresholds(read: Read, num_vectors: int, size: int, density: float) -> list[float]:
+    """The smallest of the `round(density * size)` largest magnitudes of each of several task vectors of `size` entries.
+
+    `read` is called once per pass: for the sample, for the count, and again for vectors that need another look.
+    """
+    if size == 0:
+        return [0.0] * num_vectors
+    kept = max(1, round(density * size))
+    searches = _sampled_searches(read, num_vectors, size, kept)
+    while wanted := [number for number, search in enumerate(searches) if not search.done]:
+        for number in wanted:
+            searches[number].start()
+        for number, expert, base in read(wanted):
+            for bits in _magnitudes(expert, base):
+                searches[number].count(bits)
+        for number in wanted:
+            searches[number].narrow()
+    return [np.int32(search.first).view(np.float32).item() for search in searches]
+
+
+@dataclass
+class _Search:
+    """The `kept`-th largest of many integers, known to lie within `first..last` (or hoped to, at the beginning)."""
+
+    kept: int
+    first: int
+    last: int
+    done: bool = False
+    above: int = field(init=False)
+    bins: np.ndarray = field(init=False)
+    shift: int = field(init=False)
+
+    def start(self) -> None:
+        self.shift = max(0, (self.last - self.first).bit_length() - MOST_BINS.bit_length() + 1)
+        self.above, self.bins = 0, np.zeros((self.last - self.first >> self.shift) + 1, dtype=np.int64)
+
+    def count(self, bits: np.ndarray) -> None:
+        above = bits > self.last
+        self.above += np.count_nonzero(above)
+        inside = np.not_equal(bits >= self.first, above, out=above)
+        if len(self.bins) == 1:
+            self.bins[0] += np.count_nonzero(inside)
+        else:
+            found = bits[inside] - self.first >> self.shift
+            # Bins by the value itself: a few entries of a chunk do not pay for a whole histogram.
+            np.add.at(self.bins, found, 1)
+
+    def narrow(self) -> None:
+        from_top = self.above + np.cumsum(self.bins[::-1])
+        if not self.above < self.kept <= from_top[-1]:
+            self.first, self.last = 0, MAGNITUDE_BITS
+            return
+        chosen = len(self.bins) - 1 - int(np.searchsorted(from_top, self.kept))
+        self.first += chosen << self.shift
+        self.last = min(self.last, self.first + (1 << self.shift) - 1)
+        self.done = self.first == self.last
+
+
+def _sampled_searches(read: Read, num_vectors: int, size: int, kept: int) -> list[_Search]:
+    # An odd step does not walk down one column of a matrix whose width is a power of two.
+    step = -(-size // SAMPLE_SIZE) | 1
+    samples: list[list[np.ndarray]] = [[] for _ in range(num_vectors)]
+    offsets = [0] * num_vectors
+    for number, expert, base in read(range(num_vectors)):
+        start = -offsets[number] % step
+        picked = (tensor.reshape(-1)[start::step] for tensor in (expert, base))
+        samples[number].extend(_magnitudes(*picked))
+        offsets[number] += expert.numel()
+    return [_bracket(np.sort(np.concatenate(sample))[::-1], size, kept) for sample in samples]
+
+
+def _bracket(sample: np.ndarray, size: int, kept: int) -> _Search:
+    """Where the answer must be, as far as a sample (descending) can tell; the whole vector as sample tells all."""
+    if len(sample) == size:
+        return _Search(kept, int(sample[kept - 1]), int(sample[kept - 1]), done=True)
+    share = kept / size
+    margin = SAMPLE_MARGIN * (len(sample) * share * (1 - share)) ** 0.5 + SAMPLE_MARGIN
+    upper, lower = int(len(sample) * share - margin), int(len(sample) * share + margin) + 1
+    last = int(sample[min(upper, len(sample) - 1)]) if upper >= 0 else MAGNITUDE_BITS
+    first = int(sample[lower]) if lower < len(sample) else 0
+    return _Search(kept, first, last)
+
+
+def _magnitudes(expert: Tensor, base: Tensor) -> Iterator[np.ndarray]:
+    """`|expert - base|` as integers that sort alike, a chunk at a time; in numpy, which compares faster than torch."""
+    expert, base = expert.reshape(-1), base.reshape(-1)
+    for start in range(0, len(expert), CHUNK):
+        part = slice(start, start + CHUNK)
+        bits = torch.sub(expert[part].float(), base[part].float()).numpy().view(np.int32)
+        yield np.bitwise_and(bits, MAGNITUDE_BITS, out=bits)
