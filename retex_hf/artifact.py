@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,11 +20,13 @@ from torch import Tensor, nn
 from .checkpoints.sources import Source, open_files, weight_files
 from .config import CONFIG_NAME, RetexConfig, read_config_file
 from .errors import ArtifactError, CheckpointError, ConfigError, shorten
+from .folders import check_target, move_into_place
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
 from .recovery import Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from .recovery.shapes import KINDS, MATRIX, ORDERS
-from .routing import Signatures
+from .recovery.storage import stored_parts
+from .routing import Signatures, WeightSignatures
 
 FORMAT_VERSION = 1
 RECOVERY, SIGNATURES, HEADS, PRETRAINED = (
@@ -46,34 +50,54 @@ SIDE_FILES = (
 
 def write(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
     """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept."""
-    folder = folder.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file; expected a folder to save into.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = check_target(folder)
     scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     scratch.mkdir()
     try:
-        _write_files(parts, scratch, max_shard_size)
-        if folder.exists():
-            _keep_foreign_files(folder, scratch)
-            retired = scratch.with_suffix(".old")
-            folder.rename(retired)
-            try:
-                scratch.rename(folder)
-            except OSError:
-                retired.rename(folder)
-                raise
-            shutil.rmtree(retired)
-        else:
-            scratch.rename(folder)
+        library_of(parts.model).save(parts.model, scratch, max_shard_size)
+        _write_weights(parts, scratch, max_shard_size)
+        _write_description(parts, scratch)
+        move_into_place(scratch, folder, OWN_FILES)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
-    library = library_of(parts.model)
-    library.save(parts.model, folder, max_shard_size)
-    _copy_side_files(parts.side_folder, folder)
+def finish(parts: RetexParts, scratch: Path, weights: Iterable[Path], folder: Path) -> None:
+    """Complete a folder whose `weights` are there already, and move it into place; see `write`."""
+    known = set(weights)
+    for left in scratch.iterdir():  # by a build that was killed here
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        elif left not in known:
+            left.unlink()
+    library_of(parts.model).save_config(parts.model, scratch)
+    _write_description(parts, scratch)
+    move_into_place(scratch, folder, OWN_FILES)
+
+
+def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
+    """The file names of each part of a folder's weights, and the size above which a part is stored in shards."""
+    try:
+        limit = convert_file_size_to_int(max_shard_size)
+    except ValueError:
+        raise ConfigError(
+            f'max_shard_size must be a number of bytes or a size such as "5GB", not {max_shard_size!r}.'
+        ) from None
+    return {
+        "model": (library.WEIGHTS_STEM, limit if library.SHARDED else None),
+        "recovery": (RECOVERY, limit),
+        "heads": (HEADS, None),
+        "pretrained": (PRETRAINED, None),
+    }
+
+
+def head_key(task: str, name: str) -> str:
+    """The name of one task's head tensor in the file of all heads."""
+    return f"{task}/{name}"
+
+
+def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
+    """All weights besides the merged model's."""
     save_torch_state_dict(
         _recovery_tensors(parts.recovery),
         folder,
@@ -82,12 +106,17 @@ def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> 
     )
     _save(parts.pretrained, folder / f"{PRETRAINED}.safetensors")
     _save(
-        {f"{task}/{name}": tensor for task, head in parts.heads.items() for name, tensor in head.items()},
+        {head_key(task, name): tensor for task, head in parts.heads.items() for name, tensor in head.items()},
         folder / f"{HEADS}.safetensors",
     )
+
+
+def _write_description(parts: RetexParts, folder: Path) -> None:
+    """All files that are small: what the folder is, how tasks are recovered and identified, tokenizers."""
+    _copy_side_files(parts.side_folder, folder)
     section: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
-        "library": library.NAME,
+        "library": library_of(parts.model).NAME,
         "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
         "heads": {
             task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
@@ -96,12 +125,13 @@ def _write_files(parts: RetexParts, folder: Path, max_shard_size: str | int) -> 
     }
     if parts.signatures is not None:
         signatures = parts.signatures
-        _save({"mean": signatures.mean, "basis": signatures.basis}, folder / f"{SIGNATURES}.safetensors")
-        section["signatures"] = {
-            "feature_layer": signatures.feature_layer,
-            "rank": signatures.basis.shape[1],
-            "width": signatures.mean.shape[1],
-        }
+        section["signatures"] = {"feature_layer": signatures.feature_layer}
+        if isinstance(signatures, WeightSignatures):
+            tensors = {"centre": signatures.centre}
+        else:
+            tensors = {"mean": signatures.mean, "basis": signatures.basis}
+            section["signatures"] |= {"rank": signatures.basis.shape[1], "width": signatures.mean.shape[1]}
+        _save(tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
     text = json.dumps({**parts.config.to_dict(), "artifact": section}, indent=2)
@@ -131,16 +161,6 @@ def _copy_side_files(source: Path | None, folder: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
-
-
-def _keep_foreign_files(old: Path, new: Path) -> None:
-    for entry in old.iterdir():
-        if any(entry.match(pattern) for pattern in OWN_FILES) or (new / entry.name).exists():
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True)
-        else:
-            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
 
 
 def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> dict[str, Any]:
@@ -186,7 +206,7 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
     pretrained = {}
     if config.feature_source == "pretrained":
         source = _open(folder, PRETRAINED)
-        pretrained = {name: source.read(name).clone() for name in source.infos}
+        pretrained = {name: source.read(name) for name in source.infos}
     model = _load_model(folder, section["library"], load_options)
     _check_fits(folder, model, recovery, heads, pretrained)
     history = _read_history(folder / TRAINING_NAME)
@@ -220,7 +240,13 @@ def _open(folder: Path, stem: str) -> Source:
         raise ArtifactError(str(error)) from None
 
 
-def _check_tensors(source: Source, expected: dict[str, tuple[int, ...]], where: str) -> None:
+def _check_tensors(
+    source: Source,
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Names and shapes must be those expected, dtypes too where given; else any floating-point one will do."""
     missing = sorted(set(expected) - set(source.infos))
     if missing:
         raise ArtifactError(f"{where} lacks {shorten(missing)}.")
@@ -231,8 +257,12 @@ def _check_tensors(source: Source, expected: dict[str, tuple[int, ...]], where: 
         info = source.infos[name]
         if info.shape != tuple(shape):
             raise ArtifactError(f"{where}: tensor {name!r} has shape {info.shape}, expected {tuple(shape)}.")
-        if not info.dtype.is_floating_point:
+        if dtypes is None and not info.dtype.is_floating_point:
             raise ArtifactError(f"{where}: tensor {name!r} has dtype {info.dtype}, expected floating point.")
+        if dtypes is not None and info.dtype != dtypes[name]:
+            raise ArtifactError(
+                f"{where}: tensor {name!r} has dtype {info.dtype}, but {CONFIG_NAME} asks for {dtypes[name]}."
+            )
 
 
 def _read_recovery(
@@ -244,41 +274,34 @@ def _read_recovery(
             raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
     source = _open(folder, RECOVERY)
     embedding_dim = config.task_embedding_dim or len(config.tasks)
-    expected: dict[str, tuple[int, ...]] = {TASK_EMBEDDING: (len(config.tasks), embedding_dim)}
-    for name, entry in entries.items():
-        if entry.generator == name:
-            expected |= _generator_shapes(name, entry.layout, embedding_dim, f"{name}.bias" in source.infos)
-        if entry.scaled:
-            expected |= {f"{name}.scale.weight": (embedding_dim,), f"{name}.scale.bias": ()}
-    _check_tensors(source, expected, f"{folder / RECOVERY}*.safetensors")
-
-    def part(name: str) -> Tensor | None:
-        return source.read(name) if name in expected else None
-
-    made = {
-        name: OffsetGenerator(entry.layout, *(part(f"{name}.{p}") for p in ("weight", "bias", "shared", "inner")))
+    parts = {
+        name: stored_parts(entry.layout, embedding_dim, f"{name}.bias" in source.infos, config.recovery_dtype)
         for name, entry in entries.items()
         if entry.generator == name
     }
+    expected = {TASK_EMBEDDING: ((len(config.tasks), embedding_dim), torch.float32)}
+    for name, stored in parts.items():
+        expected |= {f"{name}.{part}": info for part, info in stored.items()}
+    for name, entry in entries.items():
+        if entry.scaled:
+            scale = {"weight": ((embedding_dim,), torch.float32), "bias": ((), torch.float32)}
+            expected |= {f"{name}.scale.{part}": info for part, info in scale.items()}
+    shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
+    _check_tensors(source, shapes, f"{folder / RECOVERY}*.safetensors", dtypes)
+
+    # Tensors stay mapped to the file: of the tasks that are not used, nothing is ever read.
+    made = {
+        name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
+        for name, stored in parts.items()
+    }
     generators = {name: made[entry.generator] for name, entry in entries.items()}
     scales = {
-        name: ScaleGenerator(part(f"{name}.scale.weight"), part(f"{name}.scale.bias"))
+        name: ScaleGenerator(source.read(f"{name}.scale.weight"), source.read(f"{name}.scale.bias"))
         for name, entry in entries.items()
         if entry.scaled
     }
     errors = {name: entry.error for name, entry in entries.items()}
     return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
-
-
-def _generator_shapes(name: str, layout: Layout, embedding_dim: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    numbers = torch.Size(layout.generated_shape).numel()
-    shapes: dict[str, tuple[int, ...] | None] = {
-        f"{name}.weight": (embedding_dim, numbers),
-        f"{name}.bias": (numbers,) if bias else None,
-        f"{name}.shared": layout.shared_shape,
-        f"{name}.inner": layout.inner_shape,
-    }
-    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 @dataclass(frozen=True)
@@ -321,26 +344,30 @@ def _read_heads(folder: Path, section: dict[str, Any], config: RetexConfig) -> d
         raise ArtifactError(
             f"{folder / CONFIG_NAME} lists heads for {sorted(listed)}, but its tasks are {config.tasks}."
         )
-    expected = {f"{task}/{name}": shape for task in listed for name, shape in _dict(listed, task, folder).items()}
+    expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
     if not expected:
         return {task: {} for task in config.tasks}
     source = _open(folder, HEADS)
     _check_tensors(source, expected, f"{folder / HEADS}.safetensors")
-    return {task: {name: source.read(f"{task}/{name}").clone() for name in listed[task]} for task in config.tasks}
+    return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in config.tasks}
 
 
-def _read_signatures(folder: Path, section: dict[str, Any], config: RetexConfig) -> Signatures | None:
+def _read_signatures(
+    folder: Path, section: dict[str, Any], config: RetexConfig
+) -> Signatures | WeightSignatures | None:
     if section.get("signatures") is None:
         return None
     described = _dict(section, "signatures", folder)
-    tasks, rank, width = len(config.tasks), described.get("rank"), described.get("width")
-    if not isinstance(rank, int) or not isinstance(width, int) or not isinstance(described.get("feature_layer"), str):
+    from_weights = config.signatures == "weights"
+    tasks, layer, rank, width = (len(config.tasks), *(described.get(key) for key in ("feature_layer", "rank", "width")))
+    sizes_given = isinstance(rank, int) and isinstance(width, int)
+    if not isinstance(layer, str) or not (from_weights or sizes_given):
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
     source = _open(folder, SIGNATURES)
-    _check_tensors(
-        source, {"mean": (tasks, width), "basis": (tasks, rank, width)}, f"{folder / SIGNATURES}.safetensors"
-    )
-    return Signatures(source.read("mean").clone(), source.read("basis").clone(), described["feature_layer"])
+    expected = {"centre": (tasks,)} if from_weights else {"mean": (tasks, width), "basis": (tasks, rank, width)}
+    _check_tensors(source, expected, f"{folder / SIGNATURES}.safetensors")
+    tensors = [source.read(name).clone() for name in expected]
+    return (WeightSignatures if from_weights else Signatures)(*tensors, layer)
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,12 +16,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
+from . import artifact
 from .checkpoints import (
     Checkpoint,
     ExpertSet,
     Inventory,
     Source,
+    TensorInfo,
     check_experts,
     check_related,
     is_open_clip,
@@ -26,14 +33,108 @@ from .checkpoints import (
     take_inventory,
 )
 from .config import RetexConfig, matches
-from .errors import CheckpointError, ConfigError
+from .errors import ArtifactError, CheckpointError, ConfigError
+from .estimate import BuildEstimate, estimate_build
+from .folders import check_target, workshop, workshop_of
 from .libraries import hf_transformers, library_of, openclip
+from .merged import FileTensors, MergedTensors, ModelTensors, copy_on_meta, resize_tensors
 from .merging import Merger, get_merger, merge_methods
 from .parts import RetexParts
 from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
 from .recovery.processes import run_dealt
+from .store import FolderStore, MemoryStore, Store, tensor_bytes
 
+MERGING = "Merging"
 SOLVERS = ("closed_form", "adam")
+
+
+@dataclass
+class Blueprint:
+    """All that is known before a tensor is merged.
+
+    `model` is the merged model to be: loaded, or on the meta device where the result goes to disk. Its heads have the
+    shapes and the labels of the first task, because the merged model must also stand alone, and its own library knows
+    one head only.
+    """
+
+    config: RetexConfig
+    base: Source
+    sources: dict[str, Source]
+    model: nn.Module
+    library: ModuleType
+    inventory: Inventory
+    experts: ExpertSet
+    options: dict[str, Any]
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Tensors of the merged model, tied ones once."""
+        tensors = self.model.state_dict()
+        names = (*self.inventory.shapes, *self.inventory.integers)
+        return {name: TensorInfo(tuple(tensors[name].shape), tensors[name].dtype) for name in names}
+
+    @property
+    def heads(self) -> dict[str, dict[str, TensorInfo]]:
+        """Tensors that each task keeps whole."""
+        tensors = self.model.state_dict()
+        return {
+            task: {name: TensorInfo(expert.shape(name), tensors[name].dtype) for name in self.experts.heads}
+            for task, expert in self.experts.experts.items()
+        }
+
+    def estimate(self) -> BuildEstimate:
+        """What building to disk will need."""
+        size = sum(tensor_bytes(info) for source in self.sources.values() for info in source.infos.values())
+        return estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size)
+
+    def identity(self) -> dict[str, Any]:
+        """What the result depends on; an interrupted build of another identity is not continued."""
+        sources = {"base": self.base, **{f"expert {task}": source for task, source in self.sources.items()}}
+        if (merge := _merge_checkpoint(self.config)) is not None:
+            sources["merge"] = open_source(merge, "the merged checkpoint", **self.options)
+        return {
+            "versions": {name: version(name) for name in ("retex-hf", "torch", "transformers", "open_clip_torch")},
+            "config": self.config.to_dict(),
+            "model": {name: [list(info.shape), str(info.dtype)] for name, info in self.infos.items()},
+            "sources": {label: source.identity() for label, source in sources.items()},
+        }
+
+
+def prepare(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    *,
+    on_meta: bool = False,
+    model_config: str | dict[str, Any] | None = None,
+    check_base: bool = True,
+    token: str | None = None,
+    cache_dir: str | None = None,
+) -> Blueprint:
+    """Open base and experts and check that they fit. `on_meta`: the merged model will be on disk, not in memory."""
+    tasks = _check_tasks(experts)
+    options = {"token": token, "cache_dir": cache_dir}
+    base_source = open_source(base, "the base", **options)
+    sources = {task: open_source(spec, f"expert {task!r}", **options) for task, spec in experts.items()}
+    model = _load_skeleton(base_source, sources, model_config, on_meta)
+    library = library_of(model)
+    inventory = take_inventory(model)
+    expert_set = _open_experts(model, library, inventory, base_source, sources, config)
+    if check_base:
+        check_related(expert_set, inventory.shapes)
+    labels = _labels(model, library, sources, expert_set)
+    first = expert_set.experts[tasks[0]]
+    resize_tensors(model, {name: first.shape(name) for name in expert_set.heads})
+    if tasks[0] in labels:
+        library.set_labels(model, labels[tasks[0]])
+    filled = dataclasses.replace(
+        config,
+        tasks=tasks,
+        base_model=base_source.provenance,
+        experts={task: source.provenance for task, source in sources.items()},
+        labels=labels,
+    )
+    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options)
 
 
 def build(
@@ -44,107 +145,202 @@ def build(
     solver: str = "closed_form",
     training: TrainingConfig | None = None,
     accelerator: Accelerator | None = None,
-    model_config: str | dict[str, Any] | None = None,
-    check_base: bool = True,
-    token: str | None = None,
-    cache_dir: str | None = None,
     progress: bool = True,
+    **prepare_options: Any,
 ) -> RetexParts:
-    """Merge the experts and find the recovery of each. See `RetexModel.from_experts`."""
-    tasks = _check_tasks(experts)
+    """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`."""
+    _check_solver(solver, training)
+    blueprint = prepare(base, experts, config, **prepare_options)
+    merged = ModelTensors(blueprint.model, blueprint.inventory)
+    return _construct(blueprint, merged, MemoryStore(), solver, training, accelerator, progress)
+
+
+def build_folder(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    output_dir: str | Path,
+    *,
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    accelerator: Accelerator | None = None,
+    max_shard_size: str | int = "5GB",
+    resume: bool = True,
+    progress: bool = True,
+    **prepare_options: Any,
+) -> None:
+    """Merge the experts and find the recovery of each, parameter by parameter, straight into a folder.
+
+    The folder is the one that building in memory and saving would give, tensor by tensor. Memory does not grow with the
+    model's depth, but with its largest tensor. It is built beside `output_dir` and moved into place at the end. Killed
+    and started again, the build continues (unless `resume` is False, or something it depends on has changed).
+    `solver="adam"` trains in memory, and saves.
+    """
+    _check_solver(solver, training)
+    target = check_target(Path(output_dir))
+    main = accelerator is None or accelerator.is_main_process
+    if solver == "adam":
+        parts = build(
+            base,
+            experts,
+            config,
+            solver=solver,
+            training=training,
+            accelerator=accelerator,
+            progress=progress,
+            **prepare_options,
+        )
+        if main:
+            artifact.write(parts, target, max_shard_size)
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        return
+    blueprint = prepare(base, experts, config, on_meta=True, **prepare_options)
+    stems = artifact.stems(blueprint.library, max_shard_size)
+    estimate = blueprint.estimate()
+    if main:
+        _check_disk(estimate, target)
+        if progress:
+            tqdm.write(f"Building {target.name}: {estimate}")
+    identity = blueprint.identity() | {"stems": stems}
+    with workshop(target, identity, resume, accelerator) as place:
+        folder = place / "artifact"
+        folder.mkdir(exist_ok=True)
+        store = FolderStore(folder, place, stems, accelerator)
+        merged = FileTensors(blueprint.model, blueprint.library, blueprint.inventory, store)
+        parts = _construct(blueprint, merged, store, solver, training, accelerator, progress)
+        store.sync()
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        if main:
+            artifact.finish(parts, folder, store.files, target)
+
+
+def _check_solver(solver: str, training: TrainingConfig | None) -> None:
     if solver not in SOLVERS:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
-    options = {"token": token, "cache_dir": cache_dir}
-    base_source = open_source(base, "the base", **options)
-    sources = {task: open_source(spec, f"expert {task!r}", **options) for task, spec in experts.items()}
-    model = _load_skeleton(base_source, sources, model_config)
-    library = library_of(model)
-    inventory = take_inventory(model)
 
-    expert_set = _open_experts(model, library, inventory, base_source, sources, config)
-    if check_base:
-        check_related(expert_set, inventory.shapes)
-    merger = _open_merger(config, expert_set, model, library, inventory, options)
-    merged = model.state_dict()
-    changed = _merge(expert_set, merger, merged, accelerator, progress)
-    for name in inventory.integers:
-        if name in expert_set.base:
-            merged[name].copy_(expert_set.base.read(name))
+
+def _check_disk(estimate: BuildEstimate, target: Path) -> None:
+    # What an interrupted build has taken already is either used or cleared away.
+    taken = sum(file.stat().st_blocks * 512 for file in workshop_of(target).rglob("*") if file.is_file())
+    free = shutil.disk_usage(target.parent).free + taken
+    if free < estimate.disk:
+        raise ArtifactError(
+            f"{target} needs {estimate.disk / 1e9:.2f} GB of disk, but {target.parent} has only {free / 1e9:.2f} GB."
+        )
+
+
+def _construct(
+    blueprint: Blueprint,
+    merged: MergedTensors,
+    store: Store,
+    solver: str,
+    training: TrainingConfig | None,
+    accelerator: Accelerator | None,
+    progress: bool,
+) -> RetexParts:
+    """Fill the merged model, the heads and the recovery, one parameter at a time."""
+    config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
+    heads = {(task, name): info for task, head in blueprint.heads.items() for name, info in head.items()}
+    kept = {}
+    if heads:
+        stored = store.allocate("heads", {artifact.head_key(*key): info for key, info in heads.items()})
+        kept = {key: stored[artifact.head_key(*key)] for key in heads}
     pretrained = {}
     if config.feature_source == "pretrained":
-        pretrained = {name: expert_set.read_base(name).to(merged[name].dtype).clone() for name in expert_set.names}
+        infos = blueprint.infos
+        pretrained = store.allocate("pretrained", {name: infos[name] for name in experts.names})
+    changed = _merge(blueprint, merged, kept, pretrained, store, accelerator, progress)
 
     targets = Targets(
-        expert_set,
+        experts,
         merged,
-        names=[name for name in expert_set.names if changed[name] and not matches(name, config.exclude)],
-        expert_numbers=sum(merged[name].numel() for name in expert_set.names),
+        names=[name for name in experts.names if changed[name] and not matches(name, config.exclude)],
+        expert_numbers=sum(prod(inventory.shapes[name]) for name in experts.names),
     )
-    layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress)
+    layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress, store)
     history = History()
     if solver == "closed_form":
-        recovery, errors = solve_all(targets, layouts, config, accelerator, progress)
+        recovery, errors = solve_all(targets, layouts, config, accelerator, progress, store, config.recovery_dtype)
     else:
         recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress, history)
+        recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
-
-    heads = {
-        task: {name: read_finite(expert, name).to(merged[name].dtype).clone() for name in expert_set.heads}
-        for task, expert in expert_set.experts.items()
-    }
-    labels = _labels(model, library, sources, heads)
-    # The merged model must also stand alone, and its own library knows one head only: the first task's.
-    replace_tensors(model, heads[tasks[0]])
-    if tasks[0] in labels:
-        library.set_labels(model, labels[tasks[0]])
-    filled = dataclasses.replace(
-        config,
-        tasks=tasks,
-        merge=_published_merge(config.merge),
-        base_model=base_source.provenance,
-        experts={task: source.provenance for task, source in sources.items()},
-        labels=labels,
-    )
-    side_folder = base_source.folder or next((s.folder for s in sources.values() if s.folder), None)
+    sources = (blueprint.base, *blueprint.sources.values())
     return RetexParts(
-        filled,
-        model,
+        dataclasses.replace(config, merge=_published_merge(config.merge)),
+        blueprint.model,
         recovery,
-        heads,
+        {task: {name: kept[task, name] for name in experts.heads} for task in experts.tasks},
         errors,
         pretrained=pretrained,
-        side_folder=side_folder,
+        side_folder=next((source.folder for source in sources if source.folder), None),
         history=history.records,
     )
 
 
 def _merge(
-    experts: ExpertSet,
-    merger: Merger,
-    merged: dict[str, Tensor],
+    blueprint: Blueprint,
+    merged: MergedTensors,
+    heads: Mapping[tuple[str, str], Tensor],
+    pretrained: Mapping[str, Tensor],
+    store: Store,
     accelerator: Accelerator | None,
     progress: bool,
 ) -> dict[str, bool]:
-    """Write the merged tensors into the model; returns in which of them some expert differs from the merge."""
+    """Fill every tensor of the merged model, the heads and the copy of the base, each expert's tensors read once.
 
-    alone = accelerator is None or accelerator.num_processes == 1
+    Returns in which of the merged tensors some expert differs from the merge.
+    """
+    experts = blueprint.experts
+    own, integers = set(experts.heads), set(blueprint.inventory.integers)
+    body = set(experts.names)
+    # Opening a merger may take passes over all experts, so not where everything is merged already.
+    finished = len(store.finished(MERGING)) == len(merged.units)
+    merger = None if finished else _open_merger(blueprint)
 
-    def work(name: str) -> tuple[Tensor | None, bool]:
-        base = read_finite(experts.base, name)
-        tensors = [read_finite(expert, name) for expert in experts.experts.values()]
-        merged[name].copy_(merger(name, base, tensors))
-        # What is stored is the rounded merge, so differences are taken from that.
-        differs = any(not torch.equal(tensor.to(merged[name].dtype), merged[name]) for tensor in tensors)
-        return None if alone else merged[name], differs
+    def work(unit: tuple[str, ...]) -> dict[str, bool]:
+        values, tensors = {}, {}
+        for name in unit:
+            if name in body:
+                base = read_finite(experts.base, name)
+                tensors[name] = [read_finite(expert, name) for expert in experts.experts.values()]
+                values[name] = merger(name, base, tensors[name])
+                if name in pretrained:
+                    pretrained[name].copy_(base)
+            elif name in own:
+                for task, expert in experts.experts.items():
+                    heads[task, name].copy_(read_finite(expert, name))
+                values[name] = heads[experts.tasks[0], name]
+            elif name in integers:
+                values[name] = _read_integer(experts, name)
+        merged.write(values)
+        differs = {}
+        for name, found in tensors.items():
+            # What is stored is the rounded merge, so differences are taken from that.
+            stored = merged[name]
+            differs[name] = any(not torch.equal(tensor.to(stored.dtype), stored) for tensor in found)
+        return differs
 
-    costs = {name: float(merged[name].numel()) for name in experts.names}
-    done = run_dealt(costs, work, accelerator, "Merging", progress)
-    for name, (tensor, _) in done.items():
-        if tensor is not None:
-            merged[name].copy_(tensor)
-    return {name: differs for name, (_, differs) in done.items()}
+    def written(unit: tuple[str, ...]) -> list[Tensor]:
+        own_heads = [tensor for (_, name), tensor in heads.items() if name in unit]
+        return [*merged.tensors_of(unit), *own_heads, *(pretrained[name] for name in unit if name in pretrained)]
+
+    infos = blueprint.infos
+    costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
+    done = run_dealt(costs, work, accelerator, MERGING, progress, store=store, written=written)
+    return {name: differs for facts in done.values() for name, differs in facts.items()}
+
+
+def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:
+    """A counter or an index of the base, or of the first expert that has it; None where the model computes it."""
+    for checkpoint in (experts.base, *experts.experts.values()):
+        if name in checkpoint:
+            return checkpoint.read(name)
+    return None
 
 
 def _check_tasks(experts: Mapping[str, Any]) -> list[str]:
@@ -156,7 +352,9 @@ def _check_tasks(experts: Mapping[str, Any]) -> list[str]:
     return list(experts)
 
 
-def _load_skeleton(base: Source, sources: dict[str, Source], model_config: str | dict[str, Any] | None) -> nn.Module:
+def _load_skeleton(
+    base: Source, sources: dict[str, Source], model_config: str | dict[str, Any] | None, on_meta: bool
+) -> nn.Module:
     """The model that will hold the merged weights: the experts' class, because that is the one with heads.
 
     Experts that are bare tensors have no class; then it is the base's.
@@ -171,10 +369,11 @@ def _load_skeleton(base: Source, sources: dict[str, Source], model_config: str |
             )
     source = sources[next(iter(kinds))] if kinds else base
     if source.model is not None:
-        model = deepcopy(source.model).eval()
+        model = (copy_on_meta(source.model) if on_meta else deepcopy(source.model)).eval()
     elif source.folder is not None:
         library = openclip if is_open_clip(source.folder) else hf_transformers
-        model = library.load(source.folder, strict=False)  # checked below, with all the others
+        # Whether all weights are there is checked below, with all the others.
+        model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
     else:
         raise CheckpointError(
             "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."
@@ -211,30 +410,31 @@ def _open_experts(
         head_names = library.head_names(model, list(inventory.shapes))
     else:
         head_names = {name for name in inventory.shapes if matches(name, config.heads)}
-    return check_experts(
+    experts = check_experts(
         inventory,
         base_checkpoint,
         {task: checkpoint for task, (checkpoint, _) in aligned.items()},
         {task: unexpected for task, (_, unexpected) in aligned.items()},
         head_names,
     )
+    for name in experts.names:
+        if base_checkpoint.shape(name) != inventory.shapes[name]:
+            raise CheckpointError(
+                f"{base_checkpoint.label} and the experts: tensor {name!r} has shape {base_checkpoint.shape(name)}, "
+                f"but the model's configuration asks for {inventory.shapes[name]}."
+            )
+    return experts
 
 
-def _open_merger(
-    config: RetexConfig,
-    experts: ExpertSet,
-    model: nn.Module,
-    library: ModuleType,
-    inventory: Inventory,
-    options: dict[str, Any],
-) -> Merger:
+def _open_merger(blueprint: Blueprint) -> Merger:
+    config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
     if isinstance(config.merge, dict):
         method_options = {key: value for key, value in config.merge.items() if key != "method"}
         return get_merger(config.merge["method"], method_options, experts)
-    if config.merge in merge_methods() or not _is_checkpoint(config.merge):
+    if _merge_checkpoint(config) is None:
         return get_merger(config.merge, {}, experts)
-    source = open_source(config.merge, "the merged checkpoint", **options)
-    merged = Checkpoint.from_entries(source.label, library.align(model, source)[0], inventory)
+    source = open_source(config.merge, "the merged checkpoint", **blueprint.options)
+    merged = Checkpoint.from_entries(source.label, blueprint.library.align(blueprint.model, source)[0], inventory)
     for name in experts.names:
         if name not in merged:
             raise CheckpointError(f"{merged.label} lacks tensor {name!r} of the model.")
@@ -245,9 +445,12 @@ def _open_merger(
     return lambda name, _base, _experts: read_finite(merged, name).float()
 
 
-def _is_checkpoint(merge: str) -> bool:
-    """Whether `merge` can be a path or Hub id; a bare word that is no path is a misspelled method."""
-    return "/" in merge or ":" in merge or Path(merge).exists()
+def _merge_checkpoint(config: RetexConfig) -> str | None:
+    """The path or Hub id of a finished merge, where `merge` is one; a bare word that is no path is a method."""
+    merge = config.merge
+    if isinstance(merge, dict) or merge in merge_methods():
+        return None
+    return merge if "/" in merge or ":" in merge or Path(merge).exists() else None
 
 
 def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -256,25 +459,18 @@ def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _labels(
-    model: nn.Module, library: ModuleType, sources: dict[str, Source], heads: dict[str, dict[str, Tensor]]
+    model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
     """What each task's head means. Its width is read off the head, the names from the checkpoint where it has them."""
     width = library.num_labels(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    outputs = [name for name in experts.heads if shapes[name] and shapes[name][0] == width]
+    if width is None or not outputs:
+        return {}
     labels = {}
-    for task, head in heads.items():
-        outputs = [name for name in head if shapes[name] and shapes[name][0] == width]
-        if width is None or not outputs:
-            continue
-        count = head[outputs[-1]].shape[0]
+    for task, expert in experts.experts.items():
+        count = expert.shape(outputs[-1])[0]
         labels[task] = library.labels_of(sources[task])
         if len(labels[task].get("id2label", {})) != count:
             labels[task]["id2label"] = {str(index): f"LABEL_{index}" for index in range(count)}
     return labels
-
-
-def replace_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put tensors behind parameters and buffers in place, of any shape; tied names follow."""
-    current = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        current[name].data = tensor.clone()

@@ -21,6 +21,8 @@ SOFT_SAMPLERS = ("dirichlet", "uniform_softmax", "gaussian_softmax")
 ROUTINGS = ("hard", "soft")
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
+RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
+SIGNATURES = ("inputs", "weights")
 
 
 def matches(name: str, patterns: list[str]) -> bool:
@@ -45,6 +47,9 @@ class RetexConfig:
             same with options (`{"method": "ties", "density": 0.2}`), or the path or Hub id of a finished merge.
         recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
             task and layer.
+        recovery_dtype: How the factors are stored: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale
+            per row. Converted after solving or training; arithmetic is in float32. A `rank_budget` counts numbers,
+            whatever their width.
         factor_order: `"generated_first"` (`G_t S`) or `"shared_first"` (`S G_t`).
         share_layers: Parameters of one shape share generator and factor.
         soft_training: None recovers single tasks; `"dirichlet"` (or `{"method": "dirichlet", "alpha": 1.0}`),
@@ -54,17 +59,23 @@ class RetexConfig:
             have, and output layers whose size differs between experts, are always heads.
         routing: `"hard"` recovers the most likely task of a row, `"soft"` the mixture given by the probabilities.
         temperature: Of the softmax over negative residuals.
+        signatures: What a task is known by: reference `"inputs"` given to `fit_signatures`, or its `"weights"`, which
+            need none: the task whose own update responds most to a row is the row's.
         feature_layer: Where the features that identify a task are read: a module name, an index into the model's
             blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
-            held-out reference inputs as well as the best one does.
+            held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to there
+            count, and `"auto"` is the last block.
         feature_pooling: `"mean"` over unmasked tokens, or the `"first"` or `"last"` unmasked token.
         feature_source: Features of the `"merged"` model, or of the `"pretrained"` one (which is then stored too).
+        shared_trunk: Leave the layers up to the feature layer merged for every task: the pass that identifies a row is
+            then the beginning of its expert's own pass. `fit_signatures` says what that costs.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
         signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`.
         tasks: Names of the tasks, filled in on build.
         base_model: Where the base came from (`id`, `revision`), filled in on build.
         experts: Where each expert came from, filled in on build.
         labels: Per task, what its head means (`id2label`, `problem_type`), filled in on build.
+        trunk: What a shared trunk costs, filled in by `fit_signatures`.
 
     Example:
         >>> from retex_hf import RetexConfig
@@ -79,6 +90,7 @@ class RetexConfig:
     task_embedding_dim: int | None = None
     merge: str | dict[str, Any] = "average"
     recovery: str = "offset"
+    recovery_dtype: str = "float32"
     factor_order: str = "generated_first"
     share_layers: bool = False
     soft_training: str | dict[str, Any] | None = None
@@ -86,15 +98,18 @@ class RetexConfig:
     heads: str | list[str] = "auto"
     routing: str = "hard"
     temperature: float = 1.0
+    signatures: str = "inputs"
     feature_layer: str | int = "auto"
     feature_pooling: str = "mean"
     feature_source: str = "merged"
+    shared_trunk: bool = False
     num_reference: int = 64
     signature_rank: int | float = 0.1
     tasks: list[str] = field(default_factory=list)
     base_model: dict[str, Any] | None = None
     experts: dict[str, dict[str, Any]] = field(default_factory=dict)
     labels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trunk: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.merge, os.PathLike):
@@ -117,6 +132,16 @@ class RetexConfig:
                 raise ConfigError(f"RetexConfig.rank_budget chooses the rank of every layer; it excludes {name}.")
         if self.recovery == "affine" and self.soft_training is not None:
             raise ConfigError('RetexConfig.recovery="affine" and soft_training exclude each other.')
+        if self.shared_trunk and (self.signatures != "inputs" or self.feature_source != "merged"):
+            raise ConfigError(
+                'RetexConfig.shared_trunk needs signatures="inputs" and feature_source="merged": the trunk is what '
+                "identifies a row and what its expert goes on from."
+            )
+        if self.recovery == "affine" and self.signatures == "weights":
+            raise ConfigError(
+                'RetexConfig.recovery="affine" and signatures="weights" exclude each other: a scaled weight is no '
+                "low-rank update."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -196,6 +221,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a method name, a dict with a "method" name, or a path',
     ),
     "recovery": (lambda v: v in RECOVERIES, f"one of {RECOVERIES}"),
+    "recovery_dtype": (lambda v: v in RECOVERY_DTYPES, f"one of {RECOVERY_DTYPES}"),
     "factor_order": (lambda v: v in FACTOR_ORDERS, f"one of {FACTOR_ORDERS}"),
     "share_layers": (lambda v: isinstance(v, bool), "True or False"),
     "soft_training": (
@@ -206,12 +232,14 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "heads": (lambda v: v == "auto" or _is_strings(v), '"auto" or a list of patterns'),
     "routing": (lambda v: v in ROUTINGS, f"one of {ROUTINGS}"),
     "temperature": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0"),
+    "signatures": (lambda v: v in SIGNATURES, f"one of {SIGNATURES}"),
     "feature_layer": (
         lambda v: _is_int(v) or (isinstance(v, str) and v != ""),
         'a module name, an index or "auto"',
     ),
     "feature_pooling": (lambda v: v in POOLINGS, f"one of {POOLINGS}"),
     "feature_source": (lambda v: v in FEATURE_SOURCES, f"one of {FEATURE_SOURCES}"),
+    "shared_trunk": (lambda v: isinstance(v, bool), "True or False"),
     "num_reference": (lambda v: _is_int(v, 1), "a positive integer"),
     "signature_rank": (
         lambda v: _is_int(v, 1) or (isinstance(v, float) and 0 < v <= 1),
@@ -221,4 +249,5 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base_model": (lambda v: v is None or isinstance(v, dict), "a dict"),
     "experts": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
     "labels": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
+    "trunk": (lambda v: v is None or (isinstance(v, dict) and {"replayed", "cost"} <= set(v)), "a dict or None"),
 }

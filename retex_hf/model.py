@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from . import artifact, hub
-from .build import build
+from .build import build, build_folder
 from .config import RetexConfig
 from .errors import ConfigError, InputError, RetexError, TaskError
 from .execution import (
@@ -28,16 +29,32 @@ from .execution import (
     ExpertCache,
     ExpertRunner,
     Group,
+    TrunkRecord,
     attach_routing,
     call_method,
+    check_execution,
     copy_with,
     parse_task,
     task_index,
+    trunk_cost,
 )
 from .libraries import library_of
 from .parts import RetexParts
 from .recovery import TrainingConfig
-from .routing import FeatureExtractor, Routing, as_batches, decide, fit_signatures, resolve_feature_layers
+from .routing import (
+    FeatureExtractor,
+    Routing,
+    WeightScorer,
+    WeightSignatures,
+    as_batches,
+    decide,
+    describe_trunk,
+    feature_blocks,
+    fit_signatures,
+    keeps_cache,
+    resolve_feature_layers,
+    trunk_parameters,
+)
 from .tensor_bank import TensorBank
 
 # Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
@@ -76,7 +93,7 @@ class RetexModel(nn.Module):
         ['a', 'b', 'a']
     """
 
-    def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB") -> None:
+    def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
         super().__init__()
         self.retex_config = parts.config
         self.model = parts.model
@@ -89,6 +106,7 @@ class RetexModel(nn.Module):
         self._side_folder = parts.side_folder
         self._active_task: str | None = None
         self._cache = ExpertCache(_parse_size(expert_cache))
+        self.execution = execution
         self.eval()
 
     # ---- build, save, load -------------------------------------------------------------------------------------------
@@ -108,9 +126,17 @@ class RetexModel(nn.Module):
         expert_cache: str | int = "2GB",
         token: str | None = None,
         cache_dir: str | None = None,
+        execution: str = "auto",
+        output_dir: str | Path | None = None,
+        max_shard_size: str | int = "5GB",
+        resume: bool = True,
         progress: bool = True,
     ) -> RetexModel:
         """Merge experts and solve for the recovery of each.
+
+        With `output_dir` the result goes straight into that folder, parameter by parameter: building takes memory for
+        the largest tensor of all experts, whatever the depth of the model. The folder is what `save_pretrained` would
+        write; it appears when it is complete. Killed and started again, the build continues where it was.
 
         Args:
             base: The pre-trained model the experts were fine-tuned from.
@@ -127,22 +153,30 @@ class RetexModel(nn.Module):
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
             token: Hub token.
             cache_dir: Hub cache.
+            execution: How batches of several tasks run, see [`execution`].
+            output_dir: Build into this folder, and load the model from there. `solver="adam"` trains in memory and
+                saves at the end.
+            max_shard_size: With `output_dir`: size above which weights are stored in several files.
+            resume: With `output_dir`: continue an interrupted build of the same experts and configuration.
             progress: Show a progress bar.
         """
-        parts = build(
-            base,
-            experts,
-            config or RetexConfig(),
-            solver=solver,
-            training=training,
-            accelerator=accelerator,
-            model_config=model_config,
-            check_base=check_base,
-            token=token,
-            cache_dir=cache_dir,
-            progress=progress,
-        )
-        return cls(parts, expert_cache=expert_cache)
+        config = config or RetexConfig()
+        options = {
+            "solver": solver,
+            "training": training,
+            "accelerator": accelerator,
+            "model_config": model_config,
+            "check_base": check_base,
+            "token": token,
+            "cache_dir": cache_dir,
+            "progress": progress,
+        }
+        if output_dir is not None:
+            build_folder(base, experts, config, output_dir, max_shard_size=max_shard_size, resume=resume, **options)
+            parts = artifact.read(Path(output_dir))
+        else:
+            parts = build(base, experts, config, **options)
+        return cls(parts, expert_cache=expert_cache, execution=execution)
 
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: str | int = "5GB", is_main_process: bool = True
@@ -179,6 +213,8 @@ class RetexModel(nn.Module):
         dtype: torch.dtype | None = None,
         is_trainable: bool = False,
         expert_cache: str | int = "2GB",
+        execution: str = "auto",
+        **model_options: Any,
     ) -> RetexModel:
         """Load a saved model from a folder or the Hub, in evaluation mode.
 
@@ -189,8 +225,12 @@ class RetexModel(nn.Module):
             token: Hub token.
             local_files_only: Do not contact the Hub.
             dtype: Cast the merged model (and the experts recovered from it) to this dtype.
-            is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`.
+            is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
+                must be stored as float32.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            execution: How batches of several tasks run, see [`execution`].
+            model_options: Go to transformers' own `from_pretrained` for the merged model: `device_map`,
+                `quantization_config`, `attn_implementation` and the like.
         """
         folder = hub.find_artifact(
             pretrained_model_name_or_path,
@@ -199,8 +239,14 @@ class RetexModel(nn.Module):
             token=token,
             local_files_only=local_files_only,
         )
-        load_options = {} if dtype is None else {"dtype": dtype}
-        model = cls(artifact.read(folder, **load_options), expert_cache=expert_cache)
+        load_options = model_options if dtype is None else {**model_options, "dtype": dtype}
+        parts = artifact.read(folder, **load_options)
+        if is_trainable and parts.config.recovery_dtype != "float32":
+            raise ConfigError(
+                f"{folder}: a recovery stored as {parts.config.recovery_dtype} cannot be trained; "
+                'build it with recovery_dtype="float32".'
+            )
+        model = cls(parts, expert_cache=expert_cache, execution=execution)
         model.recovery.requires_grad_(is_trainable)
         return model
 
@@ -228,8 +274,13 @@ class RetexModel(nn.Module):
 
     # ---- identification ----------------------------------------------------------------------------------------------
 
-    def fit_signatures(self, references: Mapping[str, Iterable[Any]], *, progress: bool = True) -> dict[str, float]:
+    def fit_signatures(
+        self, references: Mapping[str, Iterable[Any]] | Iterable[Any], *, progress: bool = True
+    ) -> dict[str, float]:
         """Learn to tell tasks apart from a few unlabelled inputs of each.
+
+        With `RetexConfig(signatures="weights")` tasks are told apart without any; then this is optional, and takes a
+        pool of inputs of any tasks (batches, all of which are read), whose mean scores are subtracted from then on.
 
         Args:
             references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or
@@ -238,8 +289,12 @@ class RetexModel(nn.Module):
             progress: Show a progress bar.
 
         Returns:
-            Held-out identification accuracy on the references, per candidate layer.
+            Held-out identification accuracy on the references, per candidate layer; of a pool, nothing is known.
         """
+        if self.retex_config.signatures == "weights":
+            self.signatures = WeightSignatures.fit(self._scorer(), self._as_pool(references))
+            self._cache.clear()
+            return {}
         for task in references:
             task_index(task, self.tasks)
         missing = [task for task in self.tasks if task not in references]
@@ -247,15 +302,46 @@ class RetexModel(nn.Module):
             raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
         layers = resolve_feature_layers(self.model, self.retex_config)
         batches = {task: map(self._as_kwargs, as_batches(references[task])) for task in self.tasks}
+        seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
         self.signatures, accuracies = fit_signatures(
             self._extractor(layers),
-            batches,
+            {task: _noted(batches[task], seen[task]) for task in self.tasks},
             self.retex_config.num_reference,
             self.retex_config.signature_rank,
             progress,
         )
+        if self.retex_config.shared_trunk:
+            self._share_trunk(seen, progress)
         self._cache.clear()
         return accuracies
+
+    def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
+        """Leave what runs up to the feature layer merged for every task, and say what that costs."""
+        extractor = self._extractor([self.signatures.feature_layer])
+        sample = references[self.tasks[0]][0]
+        names = trunk_parameters(extractor, sample, self.model)
+        full = self._runner(cache=ExpertCache(0))
+        self.recovery = self.recovery.without(names)
+        self.recovery_errors = {name: error for name, error in self.recovery_errors.items() if name in self.recovery}
+        self.retex_config.trunk = {
+            "replayed": not keeps_cache(extractor, sample, library_of(self.model).feature_root(self.model)),
+            "cost": trunk_cost(full, self._runner(cache=ExpertCache(0)), references, extractor),
+        }
+        if progress:
+            print(describe_trunk(self.retex_config.trunk, self.signatures.feature_layer))
+
+    def _trunk_blocks(self) -> list[str]:
+        """Blocks whose outputs a feature pass hands on to the experts."""
+        trunk, layer = self.retex_config.trunk, getattr(self.signatures, "feature_layer", None)
+        if trunk is None or not trunk["replayed"] or layer is None:
+            return []
+        blocks = self._cache.get("blocks", lambda: feature_blocks(self.model))
+        return blocks[: blocks.index(layer) + 1] if layer in blocks else [layer]
+
+    def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):
+            raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
+        return map(self._as_kwargs, as_batches(batches))
 
     def _as_kwargs(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Tensor):
@@ -267,23 +353,34 @@ class RetexModel(nn.Module):
     def _extractor(self, layers: list[str]) -> FeatureExtractor:
         pretrained = self.pretrained.as_dict(["base"])["base"]
         model = copy_with(self.model, pretrained).eval()
-        return FeatureExtractor(model, layers, self.retex_config.feature_pooling)
+        return FeatureExtractor(model, layers, self.retex_config.feature_pooling, self._trunk_blocks())
+
+    def _scorer(self) -> WeightScorer:
+        last = resolve_feature_layers(self.model, self.retex_config)[-1]
+        return WeightScorer(self._extractor([last]), self.recovery)
 
     def identify(self, *args: Any, **inputs: Any) -> Routing:
         """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
         if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
-            return self._identify(self._as_kwargs(args[0]))
-        return self._identify(self._bind("forward", args, inputs))
+            return self._identify(self._as_kwargs(args[0]))[0]
+        return self._identify(self._bind("forward", args, inputs))[0]
 
-    def _identify(self, inputs: Mapping[str, Any]) -> Routing:
-        signatures = self.signatures
-        if signatures is None:
+    def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
+        """The routing of a batch, and what a shared trunk computed on the way."""
+        signatures, record = self.signatures, None
+        if self.retex_config.signatures == "weights":
+            scores = self._cache.get("features", self._scorer)(inputs)
+            residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
+        elif signatures is None:
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
-        layer = signatures.feature_layer
-        extractor = self._cache.get("features", lambda: (self._extractor([layer]), 0))
-        features = extractor(inputs)[layer]
-        residuals = signatures.to(features.device).residuals(features)
-        return decide(residuals, self.tasks, self.retex_config.routing, self.retex_config.temperature)
+        else:
+            layer = signatures.feature_layer
+            extractor = self._cache.get("features", lambda: self._extractor([layer]))
+            features, outputs = extractor.record(inputs)
+            residuals = signatures.to(features[layer].device).residuals(features[layer])
+            if self._trunk_blocks():
+                record = TrunkRecord(outputs, len(residuals))
+        return decide(residuals, self.tasks, self.retex_config.routing, self.retex_config.temperature), record
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
@@ -329,8 +426,9 @@ class RetexModel(nn.Module):
             rows = runner.count_rows(kwargs)
         if rows == 0:
             raise InputError("The batch has no rows.")
+        record = None
         if task is None:
-            routing = self._identify(kwargs)
+            routing, record = self._identify(kwargs)
             assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
         else:
             assignment = parse_task(task, self.tasks, rows)
@@ -339,7 +437,8 @@ class RetexModel(nn.Module):
         if self.retex_config.labels:
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
         # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
-        output = runner.run(method, kwargs, assignment, recovered=recovered, widen=not isinstance(task, str))
+        widen = not isinstance(task, str)
+        output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)
         return attach_routing(output, routing)
 
     def _require_shared_text_tower(self, method: str) -> None:
@@ -362,7 +461,7 @@ class RetexModel(nn.Module):
                 raise InputError(f"{method} got {name!r} twice.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _runner(self) -> ExpertRunner:
+    def _runner(self, cache: ExpertCache | None = None) -> ExpertRunner:
         return ExpertRunner(
             model=self.model,
             library=library_of(self.model),
@@ -370,7 +469,9 @@ class RetexModel(nn.Module):
             tasks=self.tasks,
             heads=self.heads.as_dict(self.tasks),
             labels=self.retex_config.labels,
-            cache=self._cache,
+            cache=self._cache if cache is None else cache,
+            execution=self.execution,
+            trunk=self._trunk_blocks(),
         )
 
     # ---- PEFT's verbs ------------------------------------------------------------------------------------------------
@@ -379,6 +480,26 @@ class RetexModel(nn.Module):
     def tasks(self) -> list[str]:
         """Names of the tasks, in the order of their ids."""
         return self.retex_config.tasks
+
+    @property
+    def execution(self) -> str:
+        """How a batch of several tasks runs: `"grouped"` (one recovered expert after the other), `"mixed"` (all rows in
+        one pass of the merged model, each with its own offsets beside it), or `"auto"` (what a cost model says is
+        cheaper; both give the same outputs). Weights that are quantised or offloaded always run mixed."""
+        return self._execution
+
+    @execution.setter
+    def execution(self, value: str) -> None:
+        self._execution = check_execution(value)
+
+    @property
+    def expert_cache(self) -> ExpertCache:
+        """The recovered experts at hand, and how well that works.
+
+        >>> model.expert_cache  # doctest: +SKIP
+        ExpertCache(2 experts, 703463424 of 2000000000 bytes, hits=61, misses=2, evictions=0)
+        """
+        return self._cache
 
     @property
     def active_adapter(self) -> str | None:
@@ -416,7 +537,11 @@ class RetexModel(nn.Module):
         return deepcopy(self._expert(task))
 
     def _expert(self, task: str) -> nn.Module:
-        return self._runner().expert(Group(task_index(task, self.tasks), torch.arange(0)))
+        """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
+        runner = self._runner()
+        cache = ExpertCache(0) if runner.trunk else self._cache
+        runner = dataclasses.replace(runner, trunk=[], cache=cache)
+        return runner.expert(Group(task_index(task, self.tasks), torch.arange(0)))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trainable and of all parameters."""
@@ -464,6 +589,13 @@ class RetexModel(nn.Module):
 
     def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
         return self._routed(method, args, kwargs, task)
+
+
+def _noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same batches, remembered as far as they are read."""
+    for batch in batches:
+        seen.append(batch)
+        yield batch
 
 
 def _parse_size(size: str | int) -> int:

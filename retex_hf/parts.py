@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .config import RetexConfig
 from .recovery import RecoveryModule
-from .routing import Signatures
+from .routing import Signatures, WeightSignatures
 
 
 @dataclass
@@ -27,7 +27,7 @@ class RetexParts:
     recovery: RecoveryModule
     heads: dict[str, dict[str, Tensor]]
     errors: dict[str, float]
-    signatures: Signatures | None = None
+    signatures: Signatures | WeightSignatures | None = None
     pretrained: dict[str, Tensor] = field(default_factory=dict)
     side_folder: Path | None = None
     history: list[dict[str, Any]] = field(default_factory=list)

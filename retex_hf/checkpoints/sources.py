@@ -3,6 +3,7 @@ and files are memory-mapped, so reading one tensor costs that tensor."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
@@ -36,17 +37,30 @@ class TensorInfo:
 
 @dataclass
 class Source(ABC):
-    """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie."""
+    """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie, `files`
+    what the tensors are read from."""
 
     label: str
     infos: dict[str, TensorInfo]
     folder: Path | None = None
     model: nn.Module | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """One tensor."""
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these tensors from others: the files' names, sizes and times, or a digest of what is in memory."""
+        if self.files:
+            states = {str(file.resolve()): file.stat() for file in self.files}
+            return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
+        digest = hashlib.blake2b()
+        for name in self.infos:
+            digest.update(name.encode())
+            digest.update(self.read(name).detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return {"digest": digest.hexdigest()}
 
 
 @dataclass
@@ -87,7 +101,7 @@ def open_files(files: list[Path], label: str, **kwargs: Any) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors.update(_load_torch_file(file))
-    return open_state_dict(tensors, label, **kwargs)
+    return open_state_dict(tensors, label, files=tuple(files), **kwargs)
 
 
 def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> SafetensorsSource:
@@ -105,7 +119,7 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
             raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from None
         except KeyError as error:
             raise CheckpointError(f"{file}: tensor {name!r} has the unsupported dtype {error}.") from None
-    return SafetensorsSource(label, infos, handles=handles, **kwargs)
+    return SafetensorsSource(label, infos, handles=handles, files=tuple(files), **kwargs)
 
 
 def _load_torch_file(file: Path) -> dict[str, Tensor]:

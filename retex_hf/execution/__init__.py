@@ -2,9 +2,12 @@
 
 from .assignment import Assignment, Group, parse_task, task_index
 from .batching import Joiner, Splitter, count_rows
-from .experts import ExpertCache, copy_with, recover_tensors, tensor_bytes
+from .choice import check_execution
+from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
 from .outputs import attach_routing
 from .runner import ExpertRunner, call_method
+from .sharing import trunk_cost
+from .trunk import TrunkRecord
 
 __all__ = [
     "Assignment",
@@ -13,12 +16,15 @@ __all__ = [
     "Group",
     "Joiner",
     "Splitter",
+    "TrunkRecord",
     "attach_routing",
     "call_method",
+    "check_execution",
     "copy_with",
     "count_rows",
+    "expert_bytes",
     "parse_task",
     "recover_tensors",
     "task_index",
-    "tensor_bytes",
+    "trunk_cost",
 ]

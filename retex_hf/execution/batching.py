@@ -41,6 +41,12 @@ def count_rows(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return len(candidates[0])
 
 
+def numbers_per_row(kwargs: Mapping[str, Any], rows: int) -> int:
+    """Numbers per row of the largest input: the work of a call grows with it."""
+    inputs = [value for value in kwargs.values() if isinstance(value, Tensor) and value.ndim and len(value) == rows]
+    return max((value.numel() // rows for value in inputs), default=1)
+
+
 @dataclass(frozen=True)
 class Splitter:
     """Which arguments of one call follow the rows; `whole` names those that every group gets as they are."""

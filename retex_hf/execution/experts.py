@@ -9,41 +9,94 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import CancelledError, Future
+from types import MethodType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..recovery import RecoveryModule
 
+ALIGNMENT = 64  # bytes; what vector instructions like best
+
 
 def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weights: Tensor) -> dict[str, Tensor]:
-    """The recovered parameters of a mixture of tasks, each in the merged tensor's dtype."""
-    embedding = recovery.embed(weights)
-    recovered = {}
-    for name in recovery:
-        recovered[name] = recovery.recover(name, merged[name], embedding).to(merged[name].dtype)
+    """The recovered parameters of a mixture of tasks, each in the merged tensor's dtype.
+
+    Matrices that carry no gradients lie in one block of memory: freed with their expert, it leaves no holes that are
+    too small for anything else.
+    """
+    # An expert may be made in a call under autocast, but serves others too.
+    with torch.autocast(weights.device.type, enabled=False):
+        embedding = recovery.embed(weights)
+        if torch.is_grad_enabled() and embedding.requires_grad:
+            return {name: recovery.recover(name, merged[name], embedding).to(merged[name].dtype) for name in recovery}
+        recovered = _one_block({name: merged[name] for name in recovery if merged[name].ndim > 1})
+        for name in recovery:
+            out = recovered.get(name)
+            direct = out is not None and out.dtype in (torch.float32, torch.float64)
+            tensor = recovery.recover(name, merged[name], embedding, out if direct else None)
+            if out is None:
+                recovered[name] = tensor.to(merged[name].dtype)
+            elif not direct:
+                out.copy_(tensor)
     return recovered
 
 
-def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _one_block(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Uninitialised tensors of the shapes and dtypes of others, on the device of the first, in one allocation."""
+    starts, end = {}, 0
+    for name, tensor in like.items():
+        starts[name] = end
+        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    device = next(iter(like.values())).device if like else None
+    block = torch.empty(end, dtype=torch.uint8, device=device)
+    pieces = {}
+    for name, tensor in like.items():
+        piece = block[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
+        pieces[name] = piece.view(tensor.dtype).view(tensor.shape)
+    return pieces
+
+
+def copy_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[int, nn.Module] | None = None
+) -> nn.Module:
     """A copy of a model's module tree that holds `tensors` (of any shape) and shares all other parameters; ties are
     kept. Configurations are shared too, so that a setting changed on the model holds for its copies. Buffers are not:
-    modules write to them (batch normalisation in training)."""
+    modules write to them (batch normalisation in training). `modules` take the place of those with their `id`. A copy
+    is freed as soon as nobody uses it."""
     named = model.state_dict(keep_vars=True)
     # deepcopy takes what is in the memo instead of copying it.
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    memo = {id(shared): shared for shared in (*model.parameters(), *configs)}
+    memo = {id(shared): shared for shared in (*model.parameters(), *configs)} | dict(modules or {})
     for name, tensor in tensors.items():
         is_parameter = isinstance(named[name], nn.Parameter)
         # A tensor that carries gradients to the recovery module must stay as it is.
-        as_parameter = is_parameter and not tensor.requires_grad
+        as_parameter = is_parameter and not tensor.requires_grad and type(tensor) is Tensor
         memo[id(named[name])] = nn.Parameter(tensor, requires_grad=False) if as_parameter else tensor
     expert = copy.deepcopy(model, memo)
+    for module in expert.modules():
+        _weaken_hooks(module)
     for name, tensor in tensors.items():
         if tensor.shape != named[name].shape:
             _update_size(expert.get_submodule(name.rpartition(".")[0]), tensor)
     return expert
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a parameter holds plain numbers: not offloaded, not quantised."""
+    return not tensor.is_meta and tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
+
+
+def names_of(model: nn.Module, name: str) -> list[str]:
+    """All names of a parameter: transformers knows its ties also where offloading or quantising has torn them apart."""
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    source = ties.get(name, name)
+    return [name, *({source, *(target for target, other in ties.items() if other == source)} - {name})]
 
 
 def _update_size(module: nn.Module, weight: Tensor) -> None:
@@ -53,38 +106,134 @@ def _update_size(module: nn.Module, weight: Tensor) -> None:
         module.num_embeddings = weight.shape[0]
 
 
+def _weaken_hooks(module: nn.Module) -> None:
+    """A module whose own method is its hook (Mamba's load hook) refers to itself: with its tensors it would outlive
+    its last user, until the garbage collector comes round."""
+    for attribute, hooks in vars(module).items():
+        if not attribute.endswith("_hooks") or not isinstance(hooks, dict):
+            continue
+        for key, hook in hooks.items():
+            method = getattr(hook, "hook", hook)  # torch wraps hooks of loading
+            if isinstance(method, MethodType) and method.__self__ is module:
+                hooks[key] = _WeakMethod(method)
+
+
+class _WeakMethod:
+    """Calls a method without keeping its object alive; copied or pickled, it is the ordinary method again."""
+
+    def __init__(self, method: MethodType) -> None:
+        self._owner, self._name = weakref.ref(method.__self__), method.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._owner(), self._name)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._owner(), self._name)
+
+
 class ExpertCache:
-    """Keeps the most recently used experts, up to a number of bytes of tensors of their own. Safe under threads."""
+    """Keeps the most recently used experts, up to a number of bytes of tensors of their own. Safe under threads.
+
+    Room is made before an expert is, so a cache of one expert never holds two. What takes no bytes of its own (the
+    feature extractor, the merged body under a task's head) is kept beside the experts and not counted.
+
+    `len(cache)` experts take `bytes` of the `capacity`; `hits`, `misses` and `evictions` count from the beginning.
+
+    >>> from retex_hf.execution import ExpertCache
+    >>> cache = ExpertCache(100)
+    >>> for task in ("a", "b", "a", "c"):
+    ...     expert = cache.get(task, lambda: f"the expert of {task}", size=lambda: 50)
+    >>> cache
+    ExpertCache(2 experts, 100 of 100 bytes, hits=1, misses=3, evictions=1)
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._lock = threading.RLock()
+        self.hits = self.misses = self.evictions = 0
+        self._lock = threading.Lock()
         self._items: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._making: dict[Hashable, Future] = {}
 
-    def get(self, key: Hashable, make: Callable[[], tuple[object, int]]) -> object:
-        """The item under a key; `make()` returns a new item and its bytes. Too large an item is not kept."""
-        with self._lock:
-            if key in self._items:
-                self._items.move_to_end(key)
-                return self._items[key][0]
-            item, size = make()
-            if size <= self.capacity:
-                self._items[key] = (item, size)
-                while self.bytes > self.capacity:
-                    # What takes no bytes of its own frees none.
-                    del self._items[next(key for key, (_, size) in self._items.items() if size)]
+    def get(self, key: Hashable, make: Callable[[], object], size: Callable[[], int] | None = None) -> object:
+        """The item under a key, or a new one.
+
+        Threads that need one item at the same time make it once; making it holds up nobody else.
+
+        Args:
+            key: What the item goes by.
+            make: Returns a new item.
+            size: Tells beforehand how many bytes a new item takes; one larger than the cache is not kept. None for
+                what takes no bytes of its own.
+        """
+        counted = size is not None
+        while True:
+            with self._lock:
+                if key in self._items:
+                    self.hits += counted
+                    self._items.move_to_end(key)
+                    return self._items[key][0]
+                future = self._making.get(key)
+                if future is None:
+                    self.misses += counted
+                    future = self._making[key] = Future()
+                    break
+            try:
+                item = future.result()
+            except CancelledError:  # its maker failed; whoever comes first tries again
+                continue
+            with self._lock:
+                self.hits += counted
             return item
+        try:
+            own = size() if counted else 0
+            with self._lock:
+                self._evict(own)
+            item = make()
+        except BaseException:
+            self._settle(key, future, None)
+            future.cancel()
+            raise
+        self._settle(key, future, (item, own))
+        future.set_result(item)
+        return item
+
+    def _evict(self, size: int) -> None:
+        """Let the oldest go until `size` more bytes fit; what will not be kept drives nothing out."""
+        while size <= self.capacity < self.bytes + size:
+            # What takes no bytes of its own frees none.
+            del self._items[next(key for key, (_, own) in self._items.items() if own)]
+            self.evictions += 1
+
+    def _settle(self, key: Hashable, future: Future, entry: tuple[object, int] | None) -> None:
+        with self._lock:
+            if self._making.get(key) is not future:
+                return  # the cache was cleared meanwhile: what was made of old weights is not kept
+            del self._making[key]
+            if entry is not None and entry[1] <= self.capacity:
+                self._evict(entry[1])  # another thread may have taken the room
+                self._items[key] = entry
 
     @property
     def bytes(self) -> int:
         return sum(size for _, size in self._items.values())
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._items
+
     def __len__(self) -> int:
-        return len(self._items)
+        return sum(size > 0 for _, size in self._items.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertCache({len(self)} experts, {self.bytes} of {self.capacity} bytes, "
+            f"hits={self.hits}, misses={self.misses}, evictions={self.evictions})"
+        )
 
     def clear(self) -> None:
+        """Let all items go, and keep none of those in the making."""
         with self._lock:
             self._items.clear()
+            self._making.clear()
 
     def __getstate__(self) -> int:
         return self.capacity  # a copied or pickled model starts with an empty cache and a lock of its own
@@ -93,5 +242,6 @@ class ExpertCache:
         self.__init__(capacity)
 
 
-def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def expert_bytes(merged: Mapping[str, Tensor], recovery: RecoveryModule) -> int:
+    """Bytes of the tensors that an expert does not share with the merged model."""
+    return sum(merged[name].numel() * merged[name].element_size() for name in recovery)

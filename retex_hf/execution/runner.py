@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -15,12 +15,17 @@ from transformers import GenerationConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from ..errors import RetexError
 from ..recovery import RecoveryModule
 from .assignment import Assignment, Group
 from .batching import NOT_ROWS, TEXT_INPUTS, Joiner, Splitter, count_rows
-from .experts import ExpertCache, copy_with, recover_tensors, tensor_bytes
+from .choice import Chooser, OnePass, find_fixed, size_of_call
+from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
+from .mixed import MixedModel, MixedUnsupported
+from .trunk import TrunkRecord, install_replay, replaying
 
 GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())
+LOSS_INPUTS = ("labels", "start_positions", "end_positions")
 
 
 @dataclass
@@ -34,6 +39,8 @@ class ExpertRunner:
     heads: Mapping[str, Mapping[str, Tensor]]
     labels: Mapping[str, dict[str, Any]]
     cache: ExpertCache
+    execution: str = "auto"
+    trunk: list[str] = field(default_factory=list)
 
     def num_labels(self, task_id: int) -> int | None:
         """Width of a task's own classification head."""
@@ -46,53 +53,139 @@ class ExpertRunner:
         make = partial(self._make, group, recovered, learning)
         # Mixtures are endless, and weights that are being learned change at every step; only pure tasks are worth
         # keeping. Training moves the statistics of an expert's batch normalisation: evaluation has its own.
-        key = (group.task_id, recovered, self.model.training)
-        expert = make()[0] if learning or group.weights is not None else self.cache.get(key, make)
+        key = self._key(group, recovered)
+        size = self._own_bytes if recovered else None
+        expert = make() if learning or group.weights is not None else self.cache.get(key, make, size)
         if hasattr(self.model, "generation_config"):
             expert.generation_config = self.model.generation_config
         return expert
+
+    def _key(self, group: Group, recovered: bool) -> tuple:
+        return (group.task_id, recovered, self.model.training)
 
     def _is_learning(self) -> bool:
         """Whether gradients of this call must reach the recovery module."""
         return self.model.training and torch.is_grad_enabled() and self.recovery.task_embedding.requires_grad
 
     @torch.inference_mode(False)  # an expert outlives the call it is made in, and may have to carry gradients later
-    def _make(self, group: Group, recovered: bool, learning: bool) -> tuple[nn.Module, int]:
+    def _make(self, group: Group, recovered: bool, learning: bool) -> nn.Module:
         task = self.tasks[group.task_id]
         tensors = dict(self.heads.get(task, {}))
-        own = 0
         if recovered:
+            self._require_plain_numbers()
             weights = group.weights
             if weights is None:
                 weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), len(self.tasks)).float()
             device = self.recovery.task_embedding.device
             with torch.set_grad_enabled(learning):
                 tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
-            own = tensor_bytes(tensors)
         expert = copy_with(self.model, tensors)
+        install_replay(expert, self.trunk)
         if task in self.labels:
             self.library.set_labels(expert, self.labels[task])
-        return expert, own
+        return expert
+
+    def _require_plain_numbers(self) -> None:
+        fixed = find_fixed(self.model, list(self.recovery))
+        if fixed is not None:
+            raise RetexError(
+                f"No expert of its own can be recovered, because {fixed!r} is quantised or offloaded; "
+                'run it in one pass with execution="auto" or "mixed".'
+            )
+
+    def _own_bytes(self) -> int:
+        self._require_plain_numbers()
+        return expert_bytes(self.model.state_dict(), self.recovery)
 
     def count_rows(self, kwargs: Mapping[str, Any]) -> int:
         return count_rows(kwargs, self.library.row_inputs(self.model))
 
-    def run(self, method: str, kwargs: dict[str, Any], assignment: Assignment, *, recovered: bool, widen: bool) -> Any:
+    def run(
+        self,
+        method: str,
+        kwargs: dict[str, Any],
+        assignment: Assignment,
+        *,
+        recovered: bool,
+        widen: bool,
+        record: TrunkRecord | None = None,
+    ) -> Any:
         """Call `method` on every group's expert and join the outputs.
 
         `widen` pads classification logits to the widest head: a routed call has one shape whatever its rows are.
+        `record` is what a shared trunk has computed for these rows already.
         """
+        record = record if record is not None and record.serves(kwargs) else None
         groups = assignment.groups()
         splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
         splitter.check(kwargs, len(groups))
         kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model)
-        outputs = []
-        for group in groups:
-            part = kwargs if len(groups) == 1 else splitter.take(kwargs, group.rows)
-            output = call_method(self.expert(group, recovered), method, part)
-            outputs.append(self._widened(output, group.task_id) if widen else output)
-        output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, assignment, groups).join(outputs)
+        one_pass = self._choose(method, kwargs, groups, splitter) if recovered else None
+        if one_pass is not None:
+            rows = [torch.cat([group.rows for group in groups])]
+            part = kwargs if len(groups) == 1 else splitter.take(kwargs, rows[0])
+            try:
+                with replaying(record, None if len(groups) == 1 else rows[0]):
+                    output = one_pass.model.run(method, part, one_pass.segments, one_pass.certificate)
+            except MixedUnsupported:
+                # The model did something that its probe did not show.
+                if not one_pass.or_grouped:
+                    raise
+                one_pass = None
+            else:
+                width = max(self.num_labels(group.task_id) or 0 for group in groups)
+                outputs = [self._widened(output, width) if widen else output]
+        if one_pass is None:
+            rows = [group.rows for group in groups]
+            outputs = []
+            for group in groups:
+                part = kwargs if len(groups) == 1 else splitter.take(kwargs, group.rows)
+                with replaying(record, None if len(groups) == 1 else group.rows):
+                    output = call_method(self.expert(group, recovered), method, part)
+                outputs.append(self._widened(output, self.num_labels(group.task_id)) if widen else output)
+        output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, rows).join(outputs)
         return _as_tuple(output, list(outputs[0])) if as_tuple else output
+
+    def _choose(
+        self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter
+    ) -> OnePass | None:
+        """How to run the whole batch in one pass, or None to run it group by group."""
+        swappable = find_fixed(self.model, list(self.recovery)) is None
+        chooser = Chooser(
+            self.execution,
+            self.cache,
+            cached=lambda group: self._key(group, True) in self.cache,
+            expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
+            swappable=swappable,
+            mixed=lambda: self.cache.get("mixed", self._make_mixed),
+        )
+        # Rows of different heads have different losses; and in training the batch is what a layer sees of it.
+        refusal = None
+        if self.model.training:
+            refusal = "the model is in training mode"
+        elif any(self.heads.values()) and any(kwargs.get(name) is not None for name in LOSS_INPUTS):
+            refusal = "tasks have losses of their own"
+        if refusal is not None and (self.execution == "mixed" or not chooser.swappable):
+            raise RetexError(f"This batch cannot run in one pass: {refusal}.")
+        if refusal is not None:
+            return None
+        option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
+        return chooser.choose(method, kwargs, groups, splitter, size)
+
+    def _encoder(self) -> str | None:
+        """Prefix of the parameters that `generate` runs once, in encoder-decoder models."""
+        root = self.library.feature_root(self.model)
+        if root is self.model:
+            return None
+        return next(f"{name}." for name, module in self.model.named_modules() if module is root)
+
+    @torch.inference_mode(False)
+    def _make_mixed(self) -> MixedModel:
+        mixed = MixedModel(self.model, self.recovery, self.tasks, self.heads)
+        if mixed.reason is None:
+            install_replay(mixed.model, self.trunk)
+        return mixed
 
     def _whole(self, method: str, kwargs: Mapping[str, Any]) -> frozenset[str]:
         whole = NOT_ROWS | (GENERATION_OPTIONS if method == "generate" else frozenset())
@@ -103,17 +196,15 @@ class ExpertRunner:
         images = self.library.row_inputs(self.model)[:2]
         return self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images)
 
-    def _widened(self, output: Any, task_id: int) -> Any:
-        width = self.num_labels(task_id)
-        if width is None or not isinstance(output, ModelOutput) or output.get("logits") is None:
+    def _widened(self, output: Any, width: int | None) -> Any:
+        if not width or not isinstance(output, ModelOutput) or output.get("logits") is None:
             return output
         widest = max(self.num_labels(index) or 0 for index in range(len(self.tasks)))
         if output.logits.shape[-1] == width < widest:
             output["logits"] = torch.nn.functional.pad(output.logits, (0, widest - width), value=float("-inf"))
         return output
 
-    def _joiner(self, method: str, kwargs: Mapping[str, Any], assignment: Assignment, groups: list[Group]) -> Joiner:
-        rows = [group.rows for group in groups]
+    def _joiner(self, method: str, kwargs: Mapping[str, Any], rows: list[Tensor]) -> Joiner:
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         pad = option("pad_token_id")
         if pad is None:
@@ -122,7 +213,7 @@ class ExpertRunner:
             eos = option("eos_token_id")
             pad = eos[0] if isinstance(eos, (list, tuple)) else eos
         return Joiner(
-            rows=len(assignment.task_ids),
+            rows=sum(map(len, rows)),
             groups=rows,
             loss_weights=_loss_weights(kwargs, rows, self.model),
             sum_losses=kwargs.get("num_items_in_batch") is not None,

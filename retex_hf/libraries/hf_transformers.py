@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
 from ..errors import CheckpointError, first_line, shorten
 
 NAME = "transformers"
+WEIGHTS_STEM, SHARDED = "model", True
 # Classes whose outer layer belongs to the task, not to the language or the image.
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
 # For the few such classes that do not nest their backbone under `base_model_prefix`.
@@ -64,8 +68,39 @@ def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel
     return model.eval()
 
 
+def load_on_meta(folder: Path) -> PreTrainedModel:
+    """What `load` gives, without the values: names, shapes, dtypes, ties and configuration."""
+    return load(folder, strict=False, device_map="meta")
+
+
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> None:
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """All that `save` writes, without the weights."""
+    # In a folder of its own, because transformers deletes shards that are not of the same save.
+    with TemporaryDirectory(dir=folder) as own:
+        model.save_pretrained(own, state_dict={})
+        for file in Path(own).iterdir():
+            file.replace(folder / file.name)
+
+
+def saved_names(model: PreTrainedModel) -> list[str]:
+    """Names of the tensors that `save` writes, as the model has them: tied ones once, constants not at all."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    return list(remove_tied_weights_from_state_dict(tensors, model))
+
+
+def file_form(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the model under the names and in the form that files have (an MoE layer's experts apart, say)."""
+    return revert_weight_conversion(model, tensors)
+
+
+def index_metadata(model: PreTrainedModel) -> dict[str, Any]:
+    """What the index of sharded weights says of the model."""
+    return {"total_parameters": model.num_parameters()}
 
 
 def head_names(model: PreTrainedModel, names: list[str]) -> set[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 
 from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import Source, TensorInfo
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 
 NAME = "open_clip"
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
+WEIGHTS_STEM, SHARDED = Path(WEIGHTS_FILE).stem, False
 # Where we keep what an OpenCLIP model does not: the dict of its own `open_clip_config.json`.
 CONFIG_ATTRIBUTE = "open_clip_config"
 
@@ -41,6 +44,33 @@ def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None)
         raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
     setattr(model, CONFIG_ATTRIBUTE, config)
     return model if dtype is None else model.to(dtype)
+
+
+def load_on_meta(folder: Path) -> nn.Module:
+    """What `load` gives, without the values: names, shapes, ties and configuration."""
+    config = read_config(folder)
+    try:
+        with torch.device("meta"), _no_warning_of_missing_weights():
+            model = open_clip.create_model(f"local-dir:{folder}", load_weights=False, device="meta").eval()
+    except Exception as error:  # as in `load`
+        raise CheckpointError(f"{folder} does not describe an OpenCLIP model: {first_line(error)}") from error
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    return model
+
+
+@contextmanager
+def _no_warning_of_missing_weights() -> Iterator[None]:
+    """OpenCLIP warns, through the root logger, of a model without weights, which here is what is asked for."""
+    root = logging.getLogger()
+
+    def others(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No pretrained weights loaded")
+
+    root.addFilter(others)
+    try:
+        yield
+    finally:
+        root.removeFilter(others)
 
 
 def describe(
@@ -84,10 +114,30 @@ def read_config(folder: Path) -> dict[str, Any]:
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
     """Write the two files that `open_clip.create_model("local-dir:...")` reads. It reads one weight file only, so
     `max_shard_size` does not apply."""
-    text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    save_config(model, folder)
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """All that `save` writes, without the weights."""
+    text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def saved_names(model: nn.Module) -> list[str]:
+    """Names of the tensors that `save` writes, as the model has them."""
+    return list(model.state_dict())
+
+
+def file_form(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """OpenCLIP's files have the model's own names."""
+    return tensors
+
+
+def index_metadata(model: nn.Module) -> dict[str, Any]:
+    """OpenCLIP reads one weight file only, which has no index."""
+    return {}
 
 
 def head_names(model: nn.Module, names: list[str]) -> set[str]:

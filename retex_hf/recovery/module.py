@@ -3,13 +3,17 @@ per parameter tensor (per shape, with shared layers), and for the affine variant
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .closed_form import Solution
 from .shapes import Layout
+from .storage import SCALE, decode, encode_parts, stored_parts
+
+PARTS = ("weight", "bias", "shared", "inner")
+TASK_EMBEDDING = "task_embedding"
 
 
 class OffsetGenerator(nn.Module):
@@ -18,17 +22,32 @@ class OffsetGenerator(nn.Module):
     `weight` is kept as (d_emb, numbers of G_t), the transpose of `nn.Linear`, so that one task's factor is one
     contiguous row. `inner` is ReTeX-E's second shared factor. The closed form needs no bias while the embedding is as
     wide as there are tasks (`bias=None`).
+
+    The tensors may be stored narrower than float32 (`stored_as`), in int8 with a `scale` per row beside them:
+    `generated` and `factor` give float32 values whatever the storage.
     """
 
     def __init__(
-        self, layout: Layout, weight: Tensor, bias: Tensor | None, shared: Tensor | None, inner: Tensor | None = None
+        self,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        shared: Tensor | None,
+        inner: Tensor | None = None,
+        **scales: Tensor,
     ) -> None:
         super().__init__()
         self.layout = layout
-        self.weight = nn.Parameter(weight)
-        self.bias = None if bias is None else nn.Parameter(bias)
-        self.shared = None if shared is None else nn.Parameter(shared)
-        self.inner = None if inner is None else nn.Parameter(inner)
+        parts = {"weight": weight, "bias": bias, "shared": shared, "inner": inner, **scales}
+        trainable = weight.dtype == torch.float32  # torch has no gradients of integers
+        for part, tensor in parts.items():
+            parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=trainable)
+            self.register_parameter(part, parameter)
+
+    @classmethod
+    def of_parts(cls, layout: Layout, parts: Mapping[str, Tensor]) -> OffsetGenerator:
+        """A generator of tensors as they are stored, by name."""
+        return cls(layout, **{**dict.fromkeys(PARTS), **parts})
 
     @classmethod
     def initialised(cls, layout: Layout, embedding_dim: int) -> OffsetGenerator:
@@ -43,12 +62,30 @@ class OffsetGenerator(nn.Module):
             inner = nn.init.normal_(torch.empty(layout.inner_shape), std=layout.inner_rank**-0.5)
         return cls(layout, linear.weight.detach().T.contiguous(), linear.bias.detach(), shared, inner)
 
+    def stored_as(self, dtype: str) -> OffsetGenerator:
+        """The same generator with its tensors stored as `RetexConfig.recovery_dtype` names it."""
+        parts = {part: tensor.detach() for part in PARTS if (tensor := self.factor(part)) is not None}
+        return OffsetGenerator.of_parts(self.layout, encode_parts(self.layout, parts, dtype))
+
+    def factor(self, part: str) -> Tensor | None:
+        """The float32 values of `"shared"` (S), `"inner"` (B), `"weight"` or `"bias"`; None where there is none."""
+        stored = self._parameters[part]
+        return None if stored is None else decode(stored, self._parameters.get(part + SCALE))
+
     def generated(self, embedding: Tensor) -> Tensor:
         """The generated factor for an embedding."""
-        return _combine_rows(embedding, self.weight, self.bias).view(self.layout.generated_shape)
+        combined = _combine_rows(embedding, self.weight, self._parameters.get("weight" + SCALE))
+        if self.bias is not None:
+            combined = combined + self.factor("bias")
+        return combined.view(self.layout.generated_shape)
 
     def forward(self, embedding: Tensor) -> Tensor:
-        return self.layout.offset(_combine_rows(embedding, self.weight, self.bias), self.shared, self.inner)
+        return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
+
+    def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
+        """`base + offset`, in the dtype of `base`; into `out` if given."""
+        parts = (self.generated(embedding), self.factor("shared"), self.factor("inner"))
+        return self.layout.added(base, *(None if part is None else part.to(base.dtype) for part in parts), out=out)
 
 
 class ScaleGenerator(nn.Module):
@@ -95,6 +132,8 @@ class RecoveryModule(nn.Module):
             self._keys[name] = key
             self.generators[key] = generator
         self.scales = nn.ModuleDict({name.replace(".", "/"): scale for name, scale in (scales or {}).items()})
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
+            self.requires_grad_(False)  # what is stored narrower is final
 
     @classmethod
     def from_solutions(
@@ -109,23 +148,69 @@ class RecoveryModule(nn.Module):
         One-hot embeddings and generator row t = `vec(G_t)`; or, for a narrow embedding, the `basis` the solutions were
         found with, whose first column is the bias. Names that map to one solution share its generator.
         """
-        embedding_dim = embedding_dim or num_tasks
-        embedding = torch.eye(num_tasks, embedding_dim) if basis is None else basis[:, 1:].float()
-        made: dict[int, OffsetGenerator] = {}
-        generators, scales = {}, {}
-        layers: dict[int, int] = {}
+        groups: dict[int, list[str]] = {}
         for name, solution in solutions.items():
-            if id(solution) not in made:
-                weight, bias = _generator_rows(solution.generated, embedding_dim, basis)
-                made[id(solution)] = OffsetGenerator(solution.layout, weight, bias, solution.shared, solution.inner)
-            generators[name] = made[id(solution)]
-            if solution.scales is not None:
-                layer = layers.get(id(solution), 0)
-                layers[id(solution)] = layer + 1
-                weight = torch.zeros(embedding_dim)
-                weight[:num_tasks] = solution.scales[layer] - 1
-                scales[name] = ScaleGenerator(weight, torch.ones(()))
-        return cls(embedding, generators, scales)
+            groups.setdefault(id(solution), []).append(name)
+        units = {tuple(names): solutions[names[0]].layout for names in groups.values()}
+        affine = any(solution.scales is not None for solution in solutions.values())
+        embedding_dim = embedding_dim or num_tasks
+        wanted = recovery_tensors(units, num_tasks, embedding_dim, bias=basis is not None, affine=affine)
+        recovery = cls.from_tensors(units, {name: torch.empty(s, dtype=dtype) for name, (s, dtype) in wanted.items()})
+        recovery.write_embedding(basis)
+        for unit in units:
+            recovery.write(unit, solutions[unit[0]], basis)
+        return recovery
+
+    @classmethod
+    def from_tensors(cls, units: Mapping[tuple[str, ...], Layout], tensors: Mapping[str, Tensor]) -> RecoveryModule:
+        """The module over tensors as `recovery_tensors` names them; none of them is copied."""
+        generators, scales = {}, {}
+        for unit, layout in units.items():
+            parts = {part: f"{unit[0]}.{part}" for part in (*PARTS, *(part + SCALE for part in PARTS))}
+            stored = {part: tensors[name] for part, name in parts.items() if name in tensors}
+            generator = OffsetGenerator.of_parts(layout, stored)
+            for name in unit:
+                generators[name] = generator
+                if f"{name}.scale.weight" in tensors:
+                    scales[name] = ScaleGenerator(tensors[f"{name}.scale.weight"], tensors[f"{name}.scale.bias"])
+        return cls(tensors[TASK_EMBEDDING], generators, scales)
+
+    @torch.no_grad()
+    def write_embedding(self, basis: Tensor | None) -> None:
+        """Put the embeddings of the closed form in place: one-hot, or those of a narrow `basis`."""
+        embedding = torch.eye(*self.task_embedding.shape) if basis is None else basis[:, 1:]
+        self.task_embedding.copy_(embedding)
+
+    @torch.no_grad()
+    def write(
+        self, names: Sequence[str], solution: Solution, basis: Tensor | None = None, dtype: str = "float32"
+    ) -> None:
+        """Put a solution in place, for the parameters that share it; `dtype` is how the factors are stored."""
+        generator, embedding_dim = self[names[0]], self.task_embedding.shape[1]
+        weight, bias = _generator_rows(solution.generated, embedding_dim, basis)
+        parts = zip(PARTS, (weight, bias, solution.shared, solution.inner), strict=True)
+        parts = {part: tensor for part, tensor in parts if tensor is not None}
+        for part, tensor in encode_parts(generator.layout, parts, dtype).items():
+            generator.get_parameter(part).copy_(tensor)
+        if solution.scales is not None:
+            for name, scales in zip(names, solution.scales, strict=True):
+                scale = self.scale(name)
+                scale.weight.zero_()
+                scale.weight[: len(scales)] = scales - 1
+                scale.bias.fill_(1)
+
+    @torch.no_grad()
+    def write_whole(self, name: str, task: int, difference: Tensor, dtype: str = "float32") -> None:
+        """Put one task's difference in place, for a parameter that is not factored."""
+        generator = self[name]
+        row = {"weight": difference.reshape(1, -1).float()}
+        for part, tensor in encode_parts(generator.layout, row, dtype).items():
+            generator.get_parameter(part)[task] = tensor[0]
+
+    def tensors_of(self, names: Sequence[str]) -> list[Tensor]:
+        """All tensors that belong to parameters which share a generator."""
+        scales = [scale for name in names if (scale := self.scale(name)) is not None]
+        return [parameter for module in (self[names[0]], *scales) for parameter in module.parameters()]
 
     @classmethod
     def initialised(
@@ -151,6 +236,12 @@ class RecoveryModule(nn.Module):
     @property
     def num_tasks(self) -> int:
         return self.task_embedding.shape[0]
+
+    def without(self, names: Iterable[str]) -> RecoveryModule:
+        """The same recovery, with the given parameters left at their merged value."""
+        kept = [name for name in self if name not in set(names)]
+        scales = {name: scale for name in kept if (scale := self.scale(name)) is not None}
+        return RecoveryModule(self.task_embedding.detach(), {name: self[name] for name in kept}, scales)
 
     def __iter__(self) -> Iterator[str]:
         """Names of the recovered parameters."""
@@ -181,16 +272,26 @@ class RecoveryModule(nn.Module):
         """The low-rank offset of one parameter, float32."""
         return self[name](embedding)
 
-    def recover(self, name: str, merged: Tensor, embedding: Tensor) -> Tensor:
-        """A recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better."""
+    def recover(self, name: str, merged: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
+        """A recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better; into `out` (of
+        that dtype) if given."""
         merged = merged.to(torch.promote_types(merged.dtype, torch.float32))
         scale = self.scale(name)
-        return (merged if scale is None else scale(embedding) * merged) + self.offset(name, embedding)
+        return self[name].added_to(merged if scale is None else scale(embedding) * merged, embedding, out)
 
     def forward(self, weights: Tensor) -> dict[str, Tensor]:
         """All offsets of a mixture of tasks."""
         embedding = self.embed(weights)
         return {name: self.offset(name, embedding) for name in self}
+
+    def stored_as(self, dtype: str) -> RecoveryModule:
+        """The same module with its factors stored as `RetexConfig.recovery_dtype` names it; narrower ones are final."""
+        if dtype == "float32":
+            return self
+        stored = {key: generator.stored_as(dtype) for key, generator in self.generators.items()}
+        generators = {name: stored[key] for name, key in self._keys.items()}
+        scales = {name: scale for name in self if (scale := self.scale(name)) is not None}
+        return RecoveryModule(self.task_embedding.detach(), generators, scales)
 
     def stored_numbers(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -204,6 +305,29 @@ class RecoveryModule(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
 
+def recovery_tensors(
+    units: Mapping[tuple[str, ...], Layout],
+    num_tasks: int,
+    embedding_dim: int,
+    *,
+    bias: bool,
+    affine: bool,
+    dtype: str = "float32",
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a recovery module, under the names it is stored by.
+
+    `units` are the parameters that share a generator, with its layout; the generator goes by the first name.
+    """
+    wanted = {TASK_EMBEDDING: ((num_tasks, embedding_dim), torch.float32)}
+    for unit, layout in units.items():
+        parts = stored_parts(layout, embedding_dim, bias, dtype)
+        wanted |= {f"{unit[0]}.{part}": description for part, description in parts.items()}
+        for name in unit if affine else ():
+            wanted[f"{name}.scale.weight"] = ((embedding_dim,), torch.float32)
+            wanted[f"{name}.scale.bias"] = ((), torch.float32)
+    return wanted
+
+
 def _generator_rows(generated: Tensor, embedding_dim: int, basis: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A generator's weight (d_emb, numbers) and bias from the solver's rows."""
     if basis is not None:
@@ -213,12 +337,11 @@ def _generator_rows(generated: Tensor, embedding_dim: int, basis: Tensor | None)
     return torch.cat([generated, generated.new_zeros(embedding_dim - len(generated), generated.shape[1])]), None
 
 
-def _combine_rows(embedding: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _combine_rows(embedding: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and (embedding.requires_grad or weight.requires_grad):
-        combined = embedding @ weight
-    else:
-        # The closed form's embeddings are one-hot: read the rows that count, not the tasks that do not.
-        rows = embedding.nonzero().flatten().tolist()
-        one_hot = len(rows) == 1 and embedding[rows[0]] == 1
-        combined = weight[rows[0]] if one_hot else embedding[rows] @ weight[rows]
-    return combined if bias is None else combined + bias
+        return embedding @ decode(weight, scale)
+    # The closed form's embeddings are one-hot: read the rows that count, not the tasks that do not.
+    rows = embedding.nonzero().flatten().tolist()
+    if len(rows) == 1 and embedding[rows[0]] == 1:
+        return decode(weight[rows[0]], None if scale is None else scale[rows[0]])
+    return embedding[rows] @ decode(weight[rows], None if scale is None else scale[rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 VECTOR, MATRIX, WHOLE = "vector", "matrix", "whole"
@@ -71,12 +72,32 @@ class Layout:
         """`G_t S`, in the parameter's own shape."""
         if self.kind != MATRIX:
             return (generated if shared is None else generated * shared).view(self.shape)
+        left, right = self._factors(generated, shared, inner)
+        return (left @ right).view(self.shape)
+
+    def added(
+        self,
+        base: Tensor,
+        generated: Tensor,
+        shared: Tensor | None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`base + G_t S` in one pass, without the offset as a tensor of its own; into `out` if given."""
+        if self.kind != MATRIX:
+            generated = generated.view(self.shape)
+            if shared is None:
+                return torch.add(base, generated, out=out)
+            return torch.addcmul(base, generated, shared, out=out)
+        left, right = self._factors(generated, shared, inner)
+        out = None if out is None else out.view(self.stacked_shape)
+        return torch.baddbmm(base.reshape(self.stacked_shape), left, right, out=out).view(self.shape)
+
+    def _factors(self, generated: Tensor, shared: Tensor, inner: Tensor | None) -> tuple[Tensor, Tensor]:
         generated = generated.view(self.generated_shape)
         if self.order == GENERATED_FIRST:
-            factor = generated if inner is None else generated @ inner
-            return (factor @ shared).view(self.shape)
-        factor = generated if inner is None else inner @ generated
-        return (shared @ factor).view(self.shape)
+            return (generated if inner is None else generated @ inner), shared
+        return shared, (generated if inner is None else inner @ generated)
 
     def stored_numbers(self, num_tasks: int) -> int:
         """How many numbers the factors of all tasks take."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
 from ..errors import ConfigError
+from ..store import MemoryStore, Store
 from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
 from .design import Design, dirichlet_moments, narrow_basis, sampled_moments
-from .module import RecoveryModule
+from .module import RecoveryModule, recovery_tensors
 from .processes import run_dealt
 from .samplers import sample_weights
-from .shapes import MATRIX, SHARED_FIRST, Layout, plan_layout
+from .shapes import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .targets import Targets
 
 NARROW_PASSES = 10
 NARROW_TOLERANCE = 1e-4
 MOMENT_SAMPLES = 1_000_000
+KERNEL_CHUNK = 1 << 20
 
 
 def plan_layouts(
@@ -31,36 +35,44 @@ def plan_layouts(
     convolutions: frozenset[str],
     accelerator: Accelerator | None = None,
     progress: bool = True,
+    store: Store | None = None,
 ) -> dict[str, Layout]:
     """The layout of every parameter: by the rank rule, or by a budget over all of them."""
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
+    if config.rank_budget is None:
+        return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
 
-    def plan(name: str, rank: int | str) -> Layout:
-        return plan_layout(
-            shapes[name],
-            rank,
-            targets.num_tasks,
+    # Rank 1 shows the kind of a parameter; where even that costs as much as the whole, it is not factored at all.
+    layouts = ruled_layouts(shapes, replace(config, rank=1, rank_budget=None), targets.num_tasks, convolutions)
+    design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
+    values = run_dealt(
+        {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
+        lambda name: spectrum(targets.differences(name), layouts[name], design).tolist(),
+        accelerator,
+        "Reading spectra",
+        progress,
+        store=store,
+    )
+    spectra = {n: Spectrum(layouts[n], torch.tensor(values[n], dtype=torch.float64)) for n in targets.names}
+    storage = targets.num_tasks * targets.expert_numbers
+    return allocate(spectra, targets.num_tasks, math.floor(config.rank_budget * storage + 1e-6))
+
+
+def ruled_layouts(
+    shapes: Mapping[str, tuple[int, ...]], config: RetexConfig, num_tasks: int, convolutions: frozenset[str]
+) -> dict[str, Layout]:
+    """The layouts that the rank rule gives to parameters of these shapes."""
+    return {
+        name: plan_layout(
+            shape,
+            config.rank,
+            num_tasks,
             name in convolutions,
             order=config.factor_order,
             inner_rank=config.inner_rank,
         )
-
-    if config.rank_budget is None:
-        return {name: plan(name, config.rank) for name in targets.names}
-
-    # Rank 1 shows the kind of a parameter; where even that costs as much as the whole, it is not factored at all.
-    layouts = {name: plan(name, 1) for name in targets.names}
-    design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
-    values = run_dealt(
-        {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
-        lambda name: spectrum(targets.differences(name), layouts[name], design),
-        accelerator,
-        "Reading spectra",
-        progress,
-    )
-    spectra = {name: Spectrum(layouts[name], values[name]) for name in targets.names}
-    storage = targets.num_tasks * targets.expert_numbers
-    return allocate(spectra, targets.num_tasks, math.floor(config.rank_budget * storage + 1e-6))
+        for name, shape in shapes.items()
+    }
 
 
 def solve_all(
@@ -69,91 +81,115 @@ def solve_all(
     config: RetexConfig,
     accelerator: Accelerator | None = None,
     progress: bool = True,
+    store: Store | None = None,
+    dtype: str = "float32",
 ) -> tuple[RecoveryModule, dict[str, float]]:
-    """The recovery module at its optimum, and the relative error it leaves in every parameter."""
+    """The recovery module at its optimum, and the relative error it leaves in every parameter.
+
+    Solutions go into the tensors of `store` as they are found, stored as `dtype`; none is kept besides.
+    """
     tasks = targets.num_tasks
     moments = soft_moments(config, tasks)
-    units = _units(layouts, config.share_layers)
-    costs = {unit: len(unit) * _cost(layouts[unit[0]], tasks) for unit in units}
-    dimension = config.task_embedding_dim or tasks
-    if dimension >= tasks:
-        design = Design(tasks, moments=moments)
-        found = run_dealt(
-            costs,
-            lambda unit: _solve_unit(targets, unit, layouts[unit[0]], config, design),
-            accelerator,
-            "Solving",
-            progress,
-        )
-        recovery = RecoveryModule.from_solutions(_by_name(found), tasks, dimension)
-        return recovery, _errors(targets, recovery, found, moments)
-    if config.recovery == "affine":
-        raise ConfigError(
-            "The closed form has no affine recovery with task_embedding_dim below the number of tasks; "
-            'train it with solver="adam".'
-        )
-    found, basis = _alternate(targets, layouts, config, costs, moments, dimension, accelerator, progress)
-    recovery = RecoveryModule.from_solutions(_by_name(found), tasks, dimension, basis)
-    return recovery, _errors(targets, recovery, found, moments)
+    units = group_layouts(layouts, config.share_layers)
+    costs = {unit: len(unit) * _cost(layout, tasks) for unit, layout in units.items()}
+    dimension, basis = config.task_embedding_dim or tasks, None
+    affine = config.recovery == "affine"
+    store = store or MemoryStore()
+    if dimension < tasks:
+        if affine:
+            raise ConfigError(
+                "The closed form has no affine recovery with task_embedding_dim below the number of tasks; "
+                'train it with solver="adam".'
+            )
+        basis = _narrow_basis(targets, units, config, costs, moments, dimension, accelerator, progress, store)
+    wanted = recovery_tensors(units, tasks, dimension, bias=basis is not None, affine=affine, dtype=dtype)
+    infos = {name: TensorInfo(*description) for name, description in wanted.items()}
+    recovery = RecoveryModule.from_tensors(units, store.allocate("recovery", infos))
+    recovery.write_embedding(basis)
+    design = Design(tasks, basis, moments)
+
+    def work(unit: tuple[str, ...]) -> list[float]:
+        layout = units[unit]
+        if layout.kind == WHOLE and design.is_plain and not affine and len(unit) == 1 and dimension == tasks:
+            return _write_whole(targets, unit[0], recovery, dtype)
+        solution = _solve_unit(targets, unit, layout, config, design)
+        recovery.write(unit, solution, basis, dtype)
+        return [solution.residual, solution.energy]
+
+    found = run_dealt(
+        costs, work, accelerator, "Solving", progress, store=store, written=lambda unit: recovery.tensors_of(unit)
+    )
+    if moments is not None or dtype != "float32":
+        # The solver's residual is that of mixtures, under soft training, and knows nothing of narrow storage.
+        return recovery, relative_errors(targets, recovery)
+    return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy) in found.items() for name in unit}
 
 
-def _errors(
+def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: str) -> list[float]:
+    """Differences that are stored whole need not all be in memory at once, as `solve` would have them."""
+    energy = 0.0
+    for task in range(targets.num_tasks):
+        difference = targets.difference(task, name)
+        recovery.write_whole(name, task, difference, dtype)
+        energy += difference.double().square().sum().item()
+    return [0.0, energy]
+
+
+def _narrow_basis(
     targets: Targets,
-    recovery: RecoveryModule,
-    found: Mapping[tuple[str, ...], Solution],
-    moments: Tensor | None,
-) -> dict[str, float]:
-    """What the solver knows already, except under soft training, where its residual is that of mixtures."""
-    if moments is not None:
-        return relative_errors(targets, recovery)
-    return {name: (s.residual / s.energy) ** 0.5 for unit, s in found.items() for name in unit}
-
-
-def _alternate(
-    targets: Targets,
-    layouts: Mapping[str, Layout],
+    units: Mapping[tuple[str, ...], Layout],
     config: RetexConfig,
     costs: Mapping[tuple[str, ...], float],
     moments: Tensor | None,
     dimension: int,
     accelerator: Accelerator | None,
     progress: bool,
-) -> tuple[dict[tuple[str, ...], Solution], Tensor]:
-    """A task embedding narrower than the number of tasks: alternate between it and the factors.
+    store: Store,
+) -> Tensor:
+    """The basis of a task embedding narrower than the number of tasks: alternate between it and the factors.
 
     The embedding is common to all parameters, so it is chosen from the Gram matrix of all tasks' factors, summed over
-    parameters. Both half-steps are closed forms, so the loss falls until nothing changes.
+    parameters. Both half-steps are closed forms, so the loss falls until nothing changes. Of the solutions only their
+    losses and Gram matrices are kept.
     """
     basis, best = None, None
     for number in range(NARROW_PASSES + 1):
         design = Design(targets.num_tasks, basis, moments)
 
-        def work(unit: tuple[str, ...], design: Design = design) -> tuple[Solution, Tensor]:
-            solution = _solve_unit(targets, unit, layouts[unit[0]], config, design)
-            return solution, sum(_kernel(targets.differences(name), solution) for name in unit)
+        def work(unit: tuple[str, ...], design: Design = design) -> tuple[float, list[list[float]]]:
+            solution = _solve_unit(targets, unit, units[unit], config, design)
+            return solution.residual, sum(_kernel(targets, name, solution) for name in unit).tolist()
 
-        found = run_dealt(costs, work, accelerator, f"Solving, pass {number + 1}", progress)
+        found = run_dealt(costs, work, accelerator, f"Solving, pass {number + 1}", progress, store=store)
         if basis is not None:
-            loss = sum(solution.residual for solution, _ in found.values())
+            loss = sum(residual for residual, _ in found.values())
             if best is not None and loss >= best[0] * (1 - NARROW_TOLERANCE):
                 break
-            best = (loss, {unit: solution for unit, (solution, _) in found.items()}, basis)
-        basis = narrow_basis(sum(kernel for _, kernel in found.values()), dimension)
-    return best[1], best[2]
+            best = (loss, basis)
+        kernels = [torch.tensor(kernel, dtype=torch.float64) for _, kernel in found.values()]
+        basis = narrow_basis(sum(kernels), dimension)
+    return best[1]
 
 
-def _kernel(differences: list[Tensor], solution: Solution) -> Tensor:
+def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
     """Gram matrix over tasks of the free factors `D_t S^T`."""
     layout = solution.layout
+    differences = targets.differences(name)
     if layout.kind != MATRIX:
-        factors = torch.stack([difference.double().flatten() for difference in differences])
+        rows = [difference.flatten() for difference in differences]
     else:
-        stacks = torch.stack([difference.double().reshape(layout.stacked_shape) for difference in differences])
         shared, rank = solution.shared.double(), layout.solved_rank
         reversed_order = layout.order == SHARED_FIRST
-        factors = shared[..., :rank].mT @ stacks if reversed_order else stacks @ shared[:, :rank].mT
-        factors = factors.flatten(1)
-    return factors @ factors.T
+        shared = shared[..., :rank].mT if reversed_order else shared[:, :rank].mT
+        rows = []
+        while differences:  # one at a time in float64, and gone when it is done
+            stack = differences.pop(0).reshape(layout.stacked_shape).double()
+            rows.append((shared @ stack if reversed_order else stack @ shared).flatten())
+    kernel = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for start in range(0, len(rows[0]), KERNEL_CHUNK):
+        chunk = torch.stack([row[start : start + KERNEL_CHUNK].double() for row in rows])
+        kernel += chunk @ chunk.T
+    return kernel
 
 
 def _solve_unit(
@@ -163,7 +199,7 @@ def _solve_unit(
         experts = [targets.all_experts(name) for name in unit]
         return solve_affine(experts, [targets.merged[name] for name in unit], layout, design)
     if len(unit) > 1:
-        return solve_shared([targets.differences(name) for name in unit], layout, design)
+        return solve_shared((targets.differences(name) for name in unit), layout, design)
     return solve(targets.differences(unit[0]), layout, design)
 
 
@@ -182,27 +218,23 @@ def soft_moments(config: RetexConfig, num_tasks: int) -> Tensor | None:
     return torch.eye(num_tasks, dtype=torch.float64) * (diagonal - other) + other
 
 
-def _units(layouts: Mapping[str, Layout], share_layers: bool) -> list[tuple[str, ...]]:
-    """What is solved together: single parameters, or all of one layout."""
+def group_layouts(layouts: Mapping[str, Layout], share_layers: bool) -> dict[tuple[str, ...], Layout]:
+    """What is solved together, and its layout: single parameters, or all of one layout."""
     if not share_layers:
-        return [(name,) for name in layouts]
+        return {(name,): layout for name, layout in layouts.items()}
     groups: dict[Layout, list[str]] = {}
     for name, layout in layouts.items():
         groups.setdefault(layout, []).append(name)
-    return [tuple(names) for names in groups.values()]
-
-
-def _by_name(found: Mapping[tuple[str, ...], Solution]) -> dict[str, Solution]:
-    return {name: solution for unit, solution in found.items() for name in unit}
+    return {tuple(names): layout for layout, names in groups.items()}
 
 
 def _cost(layout: Layout, num_tasks: int) -> float:
-    """Multiplications of a solve, roughly: Gram matrix, eigenvectors, factors."""
+    """Cost of a solve in float64 multiplications, roughly: half a Gram matrix, float32 factors, eigenvectors."""
     if layout.kind != MATRIX:
         return num_tasks * math.prod(layout.shape)
     rows, columns = (layout.columns, layout.rows) if layout.order == SHARED_FIRST else (layout.rows, layout.columns)
     side = min(columns, num_tasks * rows)
-    return layout.batch * (num_tasks * rows * columns * (side + layout.rank) + 10.0 * side**3)
+    return layout.batch * (num_tasks * rows * columns * (side + layout.rank) / 2 + side**2 * (2.0 * side + layout.rank))
 
 
 @torch.no_grad()

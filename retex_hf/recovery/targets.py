@@ -43,6 +43,10 @@ class Targets:
     def all_experts(self, name: str) -> list[Tensor]:
         return [self.expert(task, name) for task in range(self.num_tasks)]
 
+    def difference(self, task: int, name: str) -> Tensor:
+        """`D_t = W_t - W_merged` of one task."""
+        return self.expert(task, name) - _wide(self.merged[name])
+
     def differences(self, name: str) -> list[Tensor]:
         """`D_t = W_t - W_merged` of every task."""
         merged = _wide(self.merged[name])

@@ -14,7 +14,8 @@ class Routing:
 
     `task_ids` (rows,) and `tasks` (names) say the task, or under soft routing the likeliest; `weights` (rows, T) are
     the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are there where the task was
-    identified from the input; `num_labels` is the width of each row's own head, where heads differ.
+    identified from the input (with `signatures="weights"` a residual is minus the task's score); `num_labels` is the
+    width of each row's own head, where heads differ.
     """
 
     task_ids: Tensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class FeatureExtractor:
     threads can use one extractor without adding and removing hooks under each other's feet.
     """
 
-    def __init__(self, model: nn.Module, layers: list[str], pooling: str) -> None:
+    def __init__(self, model: nn.Module, layers: list[str], pooling: str, recorded: Iterable[str] = ()) -> None:
         self.model, self.layers, self.pooling = model, layers, pooling
         self.root = library_of(model).feature_root(model)
         self.accepted = [
@@ -86,45 +87,53 @@ class FeatureExtractor:
             if parameter.kind is not parameter.VAR_KEYWORD
         ]  # fmt: skip
         self.main = getattr(self.root, "main_input_name", self.accepted[0])
-        modules = dict(model.named_modules())
-        for layer in layers:
-            modules[layer].register_forward_hook(self._collect)
+        # What has answered so far, and what must answer before the pass may stop: by name, because modules may be tied.
+        for name in {*layers, *recorded}:
+            model.get_submodule(name).register_forward_hook(partial(self._collect, name))
 
     # One dict per pass, found by the thread that runs the pass.
-    def _collect(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _collect(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         collected = _current.collected
-        collected[id(module)] = _first_tensor(output)
-        if len(collected) == len(self.layers):
+        collected[name] = output
+        if all(layer in collected for layer in self.layers):
             raise _FeaturesReady("the forward pass was stopped at the feature layer")
 
-    @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Pooled float32 features (rows, d) per layer."""
-        kwargs = self._select(inputs)
+        return self.record(inputs)[0]
+
+    @torch.no_grad()
+    def record(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The features, and the outputs of the feature layers and of the recorded modules before the last of them."""
+        kwargs = self.select(inputs)
         rows = len(self._main_value(kwargs))
-        _current.collected = collected = {}
-        try:
-            self.root(**kwargs)
-        except _FeaturesReady:
-            pass
-        finally:
-            del _current.collected
-        modules = dict(self.model.named_modules())
+        collected = self.collect(self.root, kwargs)
         features = {}
         for layer in self.layers:
-            if id(modules[layer]) not in collected:
+            if layer not in collected:
                 raise ConfigError(
                     f"RetexConfig.feature_layer: module {layer!r} does not run when features are computed."
                 )
-            hidden = collected[id(modules[layer])]
+            hidden = first_tensor(collected[layer])
             features[layer] = pool(hidden.float(), self._mask(kwargs, hidden), self.pooling)
             if len(features[layer]) != rows:
                 raise ConfigError(
                     f"RetexConfig.feature_layer: module {layer!r} gives {len(features[layer])} vectors for {rows} rows."
                 )
-        return features
+        return features, collected
 
-    def _select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def collect(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs of the modules that answer before the pass stops, by name."""
+        _current.collected = collected = {}
+        try:
+            call(**kwargs)
+        except _FeaturesReady:
+            pass
+        finally:
+            del _current.collected
+        return collected
+
+    def select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = {
             name: value for name, value in inputs.items()
             if name in self.accepted and value is not None
@@ -167,7 +176,7 @@ class FeatureExtractor:
 _current = threading.local()
 
 
-def _first_tensor(output: Any) -> Tensor:
+def first_tensor(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
     return output

@@ -1,0 +1,84 @@
+"""Models of real shapes with random weights, for what does not depend on the weights: time and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import open_clip
+import torch
+import transformers
+from torch import Tensor, nn
+
+from retex_hf import RetexConfig, RetexModel
+from retex_hf.checkpoints import take_inventory
+from retex_hf.libraries import openclip
+from retex_hf.parts import RetexParts
+from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
+
+
+def task_names(number: int) -> list[str]:
+    return [f"task {index}" for index in range(number)]
+
+
+def clip_model(architecture: str = "ViT-B-32") -> nn.Module:
+    """An OpenCLIP model with random weights."""
+    torch.manual_seed(0)
+    model = open_clip.create_model(architecture, pretrained=None).eval().requires_grad_(False)
+    openclip.describe(model, architecture, None, None)
+    return model
+
+
+def t5_model() -> transformers.T5ForConditionalGeneration:
+    """A T5-small with random weights."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(decoder_start_token_id=0)  # the defaults are those of T5-small
+    return transformers.T5ForConditionalGeneration(config).eval().requires_grad_(False)
+
+
+def retex_model(
+    model: nn.Module, tasks: list[str], rank: int, *, recovered: Callable[[str], bool] = bool, **options: object
+) -> RetexModel:
+    """A `RetexModel` around a model with random factors for the tensors that `recovered` names. Its other arguments are
+    those of `RetexConfig`."""
+    generator = torch.Generator().manual_seed(0)
+    inventory = take_inventory(model)
+    generators = {}
+    for name, shape in inventory.shapes.items():
+        if not recovered(name):
+            continue
+        layout = plan_layout(shape, rank, len(tasks), convolution=name in inventory.convolutions)
+        numbers = torch.Size(layout.generated_shape).numel()
+        weight = torch.empty(len(tasks), numbers).normal_(std=1e-3, generator=generator)
+        shared = None
+        if layout.shared_shape is not None:
+            shared = torch.empty(layout.shared_shape).normal_(std=0.03, generator=generator)
+        generators[name] = OffsetGenerator(layout, weight, None, shared)
+    recovery = RecoveryModule(torch.eye(len(tasks)), generators).requires_grad_(False)
+    config = RetexConfig(rank=rank, tasks=tasks, **options)
+    return RetexModel(RetexParts(config, model, recovery, {task: {} for task in tasks}, {}))
+
+
+def images(task: int, rows: int, size: int = 224) -> Tensor:
+    """Random images; those of each task have a colour and a coarse pattern of their own, to be known by."""
+    pattern = torch.randn(1, 3, 7, 7, generator=torch.Generator().manual_seed(task))
+    return torch.randn(rows, 3, size, size) + torch.nn.functional.interpolate(pattern, size=(size, size))
+
+
+def sentences(task: int, rows: int, length: int, vocabulary: int = 32_000) -> Tensor:
+    """Random token ids; each task has a vocabulary of its own."""
+    words = torch.randint(3, vocabulary, (256,), generator=torch.Generator().manual_seed(task))
+    return words[torch.randint(256, (rows, length))]
+
+
+def seconds(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The best time of each call. They take turns, so that whatever else the machine does meets all of them."""
+    best = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best

@@ -1,0 +1,113 @@
+"""Group by group on recovered experts, or all rows in one pass? Both give the same outputs; this picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, RetexError
+from .assignment import Group
+from .batching import Splitter, numbers_per_row
+from .experts import ExpertCache, is_plain, names_of
+from .mixed import Call, MixedModel, MixedUnsupported, grouped_cost, mixed_cost
+from .mixed.call import Certificate, Segment
+
+EXECUTIONS = ("auto", "grouped", "mixed")
+# A recovered expert that can stay in the cache will serve about this many calls.
+EXPECTED_REUSE = 16
+DEFAULT_NEW_TOKENS = 20
+
+
+def check_execution(execution: str) -> str:
+    if execution not in EXECUTIONS:
+        raise ConfigError(f"execution must be one of {EXECUTIONS}, not {execution!r}.")
+    return execution
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """How to run a batch in one pass: its rows as segments, and what a probe found out about this kind of call.
+    `or_grouped` tells whether it may run group by group instead, should the probe have missed something."""
+
+    model: MixedModel
+    segments: list[Segment]
+    certificate: Certificate
+    or_grouped: bool
+
+
+@dataclass
+class Chooser:
+    """Decides for one call. `expert_bytes` is the size of a recovered expert, `cached` tells whether a task's expert is
+    at hand, `swappable` whether experts can be recovered at all (not from quantised or offloaded weights)."""
+
+    execution: str
+    cache: ExpertCache
+    cached: Callable[[Group], bool]
+    expert_bytes: int
+    swappable: bool
+    mixed: Callable[[], MixedModel]
+
+    def choose(
+        self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter, size: Call
+    ) -> OnePass | None:
+        """None stands for group by group."""
+        if self.execution == "grouped" or (self.execution == "auto" and self._surely_grouped(groups)):
+            return None
+        mixed, or_grouped = self.mixed(), self.execution == "auto" and self.swappable
+        try:
+            if mixed.reason is not None:
+                raise mixed.reason
+            segments = mixed.segments(groups)
+            certificate, work = mixed.probe(method, kwargs, segments, splitter)
+        except MixedUnsupported as reason:
+            if or_grouped:
+                return None
+            raise RetexError(f"This batch cannot run in one pass: {reason}") from None
+        if or_grouped and grouped_cost(work, size) <= mixed_cost(work, size):
+            return None
+        return OnePass(mixed, segments, certificate, or_grouped)
+
+    def missing(self, groups: list[Group]) -> float:
+        """How many experts must be made for a call; those that the cache can keep are shared with later calls."""
+        mixtures = sum(group.weights is not None for group in groups)
+        pure = len(groups) - mixtures
+        if pure * self.expert_bytes > self.cache.capacity:
+            return len(groups)
+        made = sum(group.weights is None and not self.cached(group) for group in groups)
+        return mixtures + made / EXPECTED_REUSE
+
+    def _surely_grouped(self, groups: list[Group]) -> bool:
+        """One expert that stays at hand is the plain model, which nothing beats."""
+        one = len(groups) == 1 and groups[0].weights is None
+        return self.swappable and one and self.expert_bytes <= self.cache.capacity
+
+
+def size_of_call(
+    method: str,
+    kwargs: Mapping[str, Any],
+    groups: list[Group],
+    missing: float,
+    option: Callable[[str], Any],
+    encoder: str | None,
+) -> Call:
+    """The numbers that the cost of a call depends on; `encoder` names the part of a model that `generate` runs once."""
+    rows = [len(group.rows) for group in groups]
+    input_size = numbers_per_row(kwargs, sum(rows))
+    if method != "generate":
+        return Call(rows, missing, input_size)
+    steps = option("max_new_tokens")
+    if steps is None:
+        prompt = 0 if encoder is not None else input_size
+        steps = max(1, (option("max_length") or DEFAULT_NEW_TOKENS) - prompt)
+    beams = max(option("num_beams") or 1, option("num_return_sequences") or 1)
+    return Call(rows, missing, input_size, steps=steps, beams=beams, once=encoder)
+
+
+def find_fixed(model: nn.Module, names: list[str]) -> str | None:
+    """A recovered parameter that does not hold plain numbers which others could take the place of, if there is one."""
+    tensors = model.state_dict(keep_vars=True)
+    aliases = (alias for name in names for alias in names_of(model, name))
+    return next((name for name in aliases if name not in tensors or not is_plain(tensors[name])), None)

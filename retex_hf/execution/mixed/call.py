@@ -1,0 +1,166 @@
+"""One call on a mixed batch: which rows belong to which task. Operations find it in a context variable, so that one
+copy of the model serves many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...errors import RetexError
+
+
+class MixedUnsupported(RetexError):
+    """A model does something with a recovered parameter that has no row-by-row form."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows of one task (or one mixture of tasks, given by its embedding)."""
+
+    task_id: int
+    start: int
+    stop: int
+    embedding: Tensor
+
+
+# What a row-by-row decision goes by: the name of a parameter, or for a value that was computed from parameters a hash
+# of how that was done.
+Origin = str | int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a probe found out about a kind of call: the parameters (and values computed from them) that are applied to
+    rows, those that are applied to what has no rows (position ids, relative positions), and the outputs that have one
+    value per task instead of rows of their own."""
+
+    rows: frozenset[Origin]
+    row_free: frozenset[Origin]
+    per_task: frozenset[str] = frozenset()
+
+
+@dataclass
+class MixedCall:
+    """The rows of a batch, sorted by task.
+
+    `certificate` says what has rows. While a model is being probed, `log` collects how often each parameter meets which
+    leading size, `computed` the same of values computed from parameters, and `per_task` the outputs that have one value
+    per task; `single` is the log of a call on one row to compare with.
+    """
+
+    segments: list[Segment]
+    certificate: Certificate | None = None
+    log: list[tuple[str, int, int]] | None = None
+    single: list[tuple[str, int, int]] | None = None
+    computed: list[tuple[int, int, bool]] = field(default_factory=list)
+    per_task: set[str] = field(default_factory=set)
+    cache: dict[object, object] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factors are."""
+        return self.segments[0].embedding.device
+
+    @property
+    def is_probe(self) -> bool:
+        return self.log is not None
+
+    def entries_per_row(self, origin: Origin, value: Tensor) -> int | None:
+        """How many entries of the leading axis of a tensor that meets a parameter belong to a row; None for a tensor
+        without rows."""
+        return self.entries_of_size(origin, value.shape[0] if value.ndim else 0, value.numel())
+
+    def entries_of_size(self, origin: Origin, size: int, numbers: int) -> int | None:
+        if self.is_probe and isinstance(origin, str):
+            self.log.append((origin, size, numbers))
+            if self.single is not None:
+                return self._compare(origin, size)
+        elif self.is_probe:
+            self.computed.append((origin, size, True))
+        if size == 0 or (size == 1 and self.rows > 1):
+            return None
+        certified = self.certificate is not None and len(self.segments) > 1
+        if not certified or (self.is_probe and not isinstance(origin, str)):
+            return None if size % self.rows else size // self.rows
+        if origin in self.certificate.row_free:
+            return None
+        if origin not in self.certificate.rows or size % self.rows:
+            name = repr(origin) if isinstance(origin, str) else "A value computed from parameters"
+            raise MixedUnsupported(
+                f"{name} meets {size} entries in a batch of {self.rows} rows, which it did not do in a probe."
+            )
+        return size // self.rows
+
+    def without_rows(self, origin: int, size: int) -> None:
+        """Take what meets a computed value for a tensor without rows, which a probe checks afterwards."""
+        if self.is_probe:
+            self.computed.append((origin, size, False))
+
+    def _compare(self, name: str, size: int) -> int | None:
+        position = len(self.log) - 1
+        expected = self.single[position] if position < len(self.single) else ("nothing", 0, 0)
+        if expected[0] == name and size == expected[1] * self.rows:
+            return expected[1] or None
+        if expected[0] == name and size == expected[1]:
+            return None
+        raise MixedUnsupported(
+            f"{name!r} meets {size} entries for {self.rows} rows, but {expected[1]} (of {expected[0]!r}) for one: the "
+            "rows of this model cannot be told apart there."
+        )
+
+    def sizes(self, per_row: int) -> list[int]:
+        """How many entries each segment has along an axis with `per_row` entries per row."""
+        key = ("sizes", per_row)
+        if key not in self.cache:
+            self.cache[key] = [(segment.stop - segment.start) * per_row for segment in self.segments]
+        return self.cache[key]
+
+    def slices(self, per_row: int) -> list[slice]:
+        """Where each segment lies along an axis with `per_row` entries per row."""
+        return [slice(segment.start * per_row, segment.stop * per_row) for segment in self.segments]
+
+    def index(self, size: int, device: torch.device) -> Tensor:
+        """The segment of each of `size` entries along the leading axis."""
+        key = ("index", size, device)
+        if key not in self.cache:
+            lengths = torch.tensor([part.stop - part.start for part in self.slices(self._per_row(size))])
+            self.cache[key] = torch.arange(len(self.segments)).repeat_interleave(lengths).to(device)
+        return self.cache[key]
+
+    def _per_row(self, size: int) -> int:
+        if size % self.rows:
+            raise MixedUnsupported(f"A tensor of {size} entries meets a recovered one in a batch of {self.rows} rows.")
+        return size // self.rows
+
+
+_current: ContextVar[MixedCall | None] = ContextVar("retex_mixed_call", default=None)
+
+
+def current_call() -> MixedCall:
+    call = _current.get()
+    if call is None:
+        raise MixedUnsupported("A recovered parameter was used outside a call of the model.")
+    return call
+
+
+def is_running() -> bool:
+    return _current.get() is not None
+
+
+@contextmanager
+def running(call: MixedCall) -> Iterator[None]:
+    """Make a call the current one."""
+    token = _current.set(call)
+    try:
+        yield
+    finally:
+        _current.reset(token)

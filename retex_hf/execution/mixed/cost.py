@@ -1,0 +1,109 @@
+"""What a call costs in one pass and group by group, so that `execution="auto"` can choose.
+
+Costs are in multiplications. A matrix product takes its arithmetic or the time to read its operands, whichever is
+longer, plus a fixed price of starting it; only ratios matter, so two constants describe a machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...recovery import RecoveryModule
+from ...recovery.shapes import MATRIX
+
+# Multiplications in the time that it takes to read one float32 number from memory: what matters where few rows meet
+# large matrices (decoding). From examples/benchmarks/execution.py, where predictions stand beside measurements.
+PER_NUMBER = 16.0
+# Multiplications in the time that it takes to start one operation, and operations per matrix in a model.
+PER_OPERATION = 4e5
+OPERATIONS_PER_MATRIX = 8
+
+
+@dataclass(frozen=True)
+class Product:
+    """One recovered matrix in a pass: its sizes, and how many vectors of each row it is applied to."""
+
+    rows: int
+    columns: int
+    rank: int
+    positions: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """The matrix products of one row of a call whose largest input has `input_size` numbers per row."""
+
+    products: list[Product]
+    input_size: int
+
+    @classmethod
+    def of_log(cls, log: list[tuple[str, int, int]], recovery: RecoveryModule, input_size: int) -> Work:
+        products = []
+        for name, _, numbers in log:
+            if name not in recovery:
+                continue
+            layout = recovery[name].layout
+            shape = torch.Size(layout.shape)
+            if len(shape) < 2 or layout.kind not in (MATRIX, "whole"):
+                continue
+            rows, columns = shape[0], shape.numel() // shape[0]
+            rank = layout.solved_rank if layout.kind == MATRIX else min(rows, columns)
+            products.append(Product(rows, columns, rank, max(1.0, numbers / columns), name))
+        return cls(products, input_size)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The size of one call: rows per group, how many of their experts must be made first, the input per row, and for
+    `generate` how many steps follow, of how many beams, and the parameters that run only once (the encoder's)."""
+
+    groups: list[int]
+    missing: int
+    input_size: int
+    steps: int = 0
+    beams: int = 1
+    once: str | None = None
+
+
+def _product(vectors: float, rows: int, columns: int) -> float:
+    numbers = rows * columns + vectors * (rows + columns)
+    return max(vectors * rows * columns, PER_NUMBER * numbers) + PER_OPERATION
+
+
+def _passes(product: Product, work: Work, call: Call) -> list[tuple[float, int]]:
+    """(vectors per row, how many times) for each kind of pass over a matrix."""
+    whole = product.positions * call.input_size / work.input_size
+    if not call.steps:
+        return [(whole, 1)]
+    if call.once is not None and not product.name.startswith(call.once):
+        return [(float(call.beams), call.steps)]
+    return [(whole, 1)] if call.once is not None else [(whole, 1), (float(call.beams), call.steps)]
+
+
+def grouped_cost(work: Work, call: Call) -> float:
+    """Every group on its own expert; experts that are not at hand are recovered first."""
+    total = 0.0
+    for product in work.products:
+        making = product.rank * product.rows * product.columns + 3 * PER_NUMBER * product.rows * product.columns
+        total += call.missing * making
+        for vectors, times in _passes(product, work, call):
+            for rows in call.groups:
+                body = _product(rows * vectors, product.rows, product.columns)
+                total += times * (body + OPERATIONS_PER_MATRIX * PER_OPERATION)
+    return total
+
+
+def mixed_cost(work: Work, call: Call) -> float:
+    """The whole batch on the merged matrices, and each group's factors beside them."""
+    total = 0.0
+    for product in work.products:
+        for vectors, times in _passes(product, work, call):
+            rows = sum(call.groups)
+            body = _product(rows * vectors, product.rows, product.columns) + OPERATIONS_PER_MATRIX * PER_OPERATION
+            shared = _product(rows * vectors, product.rank, product.columns)
+            own = sum(_product(group * vectors, product.rows, product.rank) for group in call.groups)
+            total += times * (body + shared + own)
+    return total

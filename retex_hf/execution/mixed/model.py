@@ -1,0 +1,287 @@
+"""The copy of a model that runs a whole mixed batch at once."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ...recovery import RecoveryModule
+from ..assignment import Group
+from ..batching import COLUMN_FIELDS, Splitter, numbers_per_row
+from ..experts import copy_with, is_plain, names_of
+from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, running
+from .cost import Work
+from .side import beside
+from .sources import Head, Recovered, TensorSource
+from .tensor import TaskTensor
+
+# How far a pair of rows may be from the two rows alone, relative to the largest entry of the output.
+PROBE_TOLERANCE = 1e-3
+
+
+class MixedModel:
+    """Runs batches whose rows belong to different tasks, in one pass.
+
+    Each kind of call is probed once: two rows of different tasks together must give what each gives alone. A model that
+    uses a recovered parameter in a way that has no row-by-row form is found out there, and is not offered this path.
+    """
+
+    def __init__(
+        self, model: nn.Module, recovery: RecoveryModule, tasks: list[str], heads: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        self.recovery = recovery
+        self._wrapped = model
+        self._lock = threading.Lock()
+        self._probed: dict[object, tuple[Certificate, Work] | MixedUnsupported] = {}
+        self.reason: MixedUnsupported | None = None
+        try:
+            self.model = _copy(model, recovery, tasks, heads)
+        except MixedUnsupported as reason:
+            self.reason = reason
+
+    def segments(self, groups: list[Group]) -> list[Segment]:
+        """The groups of a batch as consecutive rows."""
+        device = self.recovery.task_embedding.device
+        segments, start = [], 0
+        for group in groups:
+            weights = group.weights
+            if weights is None:
+                weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), self.recovery.num_tasks).float()
+            stop = start + len(group.rows)
+            segments.append(Segment(group.task_id, start, stop, self.recovery.embed(weights.to(device)).detach()))
+            start = stop
+        return segments
+
+    def run(self, method: str, kwargs: dict[str, Any], segments: list[Segment], certificate: Certificate) -> Any:
+        """Call a method on rows that are sorted by segment."""
+        return self._call(method, kwargs, MixedCall(segments, certificate))
+
+    def probe(
+        self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
+    ) -> tuple[Certificate, Work]:
+        """What a kind of call needs to know: what meets rows and what does not, and the work of one row.
+
+        Raises `MixedUnsupported` if the model cannot run mixed batches in this kind of call.
+        """
+        if self.reason is not None:
+            raise self.reason
+        inputs = {
+            (name, value.ndim, value.ndim > 0 and len(value) == splitter.rows)
+            for name, value in kwargs.items()
+            if isinstance(value, Tensor)
+        }
+        # One task says nothing about how rows of several get along.
+        key = (method, frozenset(inputs), len(segments) > 1)
+        with self._lock:
+            if key not in self._probed:
+                try:
+                    self._probed[key] = self._probe(method, kwargs, segments, splitter)
+                except MixedUnsupported as reason:
+                    self._probed[key] = reason
+                except Exception as error:  # whatever a model raises when its tensors are not what they seem
+                    self._probed[key] = MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}")
+            found = self._probed[key]
+        if isinstance(found, MixedUnsupported):
+            raise found
+        return found
+
+    @torch.no_grad()
+    def _probe(
+        self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
+    ) -> tuple[Certificate, Work]:
+        first, second = segments[0], segments[-1]
+        chosen = [first] if first is second else [first, second]
+
+        def call(rows: list[Segment], **options: Any) -> tuple[MixedCall, Any]:
+            own = MixedCall([], log=[], **options)
+            for part in chosen:
+                if count := sum(segment is part for segment in rows):
+                    start = own.rows if own.segments else 0
+                    own.segments.append(replace(part, start=start, stop=start + count))
+            taken = splitter.take(kwargs, torch.tensor([segment.start for segment in rows]))
+            if method == "generate":
+                return own, self._call(method, _two_steps(taken), own)["logits"]
+            return own, self._call(method, taken, own)
+
+        single, alone = call([first])
+        work = self._work(method, kwargs, first, splitter, single)
+        if first is second:
+            return Certificate(frozenset(), frozenset()), work
+        pair, together = call([first, second], single=single.log)
+        _check_row(together, alone, 0)
+        _check_row(together, call([second])[1], 1)
+        meetings = zip(pair.log, single.log, strict=True)
+        certificate = _certificate([(name, size, one) for (name, size, _), (_, one, _) in meetings], pair.per_task)
+        if pair.computed:
+            doubled, _ = call([first, first, second, second], certificate=certificate)
+            certificate = _with_computed(certificate, pair, doubled)
+        return certificate, work
+
+    def _work(
+        self, method: str, kwargs: Mapping[str, Any], segment: Segment, splitter: Splitter, single: MixedCall
+    ) -> Work:
+        """The products of one row; `generate` is known by its first step."""
+        input_size = numbers_per_row(kwargs, splitter.rows)
+        if method == "generate":
+            step = _first_step(self.model, splitter.take(kwargs, torch.tensor([segment.start])))
+            single = MixedCall(single.segments, log=[])
+            self._call("forward", step, single)
+        return Work.of_log(single.log, self.recovery, input_size)
+
+    def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall) -> Any:
+        if hasattr(self._wrapped, "generation_config"):  # the model's own may have been replaced since it was copied
+            self.model.generation_config = self._wrapped.generation_config
+        with running(call):
+            output = self.model(**kwargs) if method == "forward" else getattr(self.model, method)(**kwargs)
+            return _plain(call, output)
+
+
+def _copy(
+    model: nn.Module, recovery: RecoveryModule, tasks: list[str], heads: Mapping[str, Mapping[str, Tensor]]
+) -> nn.Module:
+    named = model.state_dict(keep_vars=True)
+    places: dict[str, dict[str, TensorSource]] = {}
+    for name in recovery:
+        if recovery[name].layout.batch > 1:
+            raise MixedUnsupported(f"{name!r} is a stack of matrices (experts of a mixture), which meet single tokens.")
+        for alias in names_of(model, name):
+            merged = named.get(alias)  # quantised layers may keep their weights under other names
+            module, _, attribute = alias.rpartition(".")
+            source = Recovered(name, None if merged is None else merged.detach(), recovery)
+            places.setdefault(module, {})[attribute] = source
+    for name in next(iter(heads.values()), {}):
+        module, _, attribute = name.rpartition(".")
+        own = {tasks.index(task): head[name] for task, head in heads.items()}
+        places.setdefault(module, {})[attribute] = Head(name, own)
+    tensors: dict[str, Tensor] = {}
+    replaced: dict[int, nn.Module] = {}
+    for module, sources in places.items():
+        names = {attribute: f"{module}.{attribute}" if module else attribute for attribute in sources}
+        if all(name in named and is_plain(named[name]) for name in names.values()):
+            tensors |= {name: TaskTensor(named[name], sources[attribute]) for attribute, name in names.items()}
+        else:
+            layer = model.get_submodule(module)
+            replaced[id(layer)] = beside(layer, sources)
+    return copy_with(model, tensors, replaced).eval()
+
+
+def _two_steps(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that make `generate` compute one token from the prompt and one from its cache. Callbacks of the user
+    are left out, and so are options: they choose among what the model computes."""
+    inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) or name == "encoder_outputs"}
+    return inputs | {
+        "max_new_tokens": 2,
+        "min_new_tokens": 2,
+        "do_sample": False,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+
+
+def _certificate(meetings: list[tuple[Origin, int, int]], per_task: set[str]) -> Certificate:
+    """Read off what has rows from the sizes (of more rows, of fewer rows) that parameters meet."""
+    free = {(origin, size) for origin, size, fewer in meetings if size == fewer}
+    rows = {origin for origin, size, fewer in meetings if size != fewer}
+    # What has a single entry for several rows is known by that.
+    both = sorted(str(origin) for origin, size in free if size > 1 and origin in rows)
+    if both:
+        raise MixedUnsupported(f"{both[0]!r} is applied to rows and to what has no rows.")
+    return Certificate(frozenset(rows), frozenset({origin for origin, _ in free} - rows), frozenset(per_task))
+
+
+def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> Certificate:
+    """The certificate with the values computed from parameters, from a call on two rows and one on twice as many. In
+    both, what a value meets was taken to have rows where its shape and size allowed it: it must have been so."""
+    meetings = []
+    for (origin, two, could), (same, four, _) in zip(pair.computed, doubled.computed, strict=True):
+        has_rows = four == 2 * two and two > 0
+        guessed = [could and size > 1 and size % rows == 0 for size, rows in ((two, 2), (four, 4))]
+        if origin != same or not (has_rows or two == four) or guessed != [has_rows, has_rows]:
+            raise MixedUnsupported("A value computed from parameters meets a tensor whose rows cannot be told apart.")
+        meetings.append((origin, four, two))
+    found = _certificate(meetings, set())
+    return Certificate(named.rows | found.rows, named.row_free | found.row_free, named.per_task)
+
+
+def _first_step(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `forward` for what `generate` does first with one row."""
+    accepted = inspect.signature(model.forward).parameters
+    step = {
+        name: value
+        for name, value in kwargs.items()
+        if name in accepted and (isinstance(value, Tensor) or name == "encoder_outputs")
+    }
+    if isinstance(kwargs.get("inputs"), Tensor):
+        step.setdefault(model.main_input_name, kwargs["inputs"])
+    if "decoder_input_ids" in accepted and "decoder_input_ids" not in step and model.config.is_encoder_decoder:
+        start = model.generation_config.decoder_start_token_id
+        given = next(value if isinstance(value, Tensor) else value[0] for value in step.values())
+        step["decoder_input_ids"] = torch.full((1, 1), start or 0, device=given.device)
+    return step
+
+
+def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
+    """An output whose task tensors (text features, a logit scale) have become one value per row."""
+    if isinstance(output, TaskTensor):
+        if call.is_probe:
+            call.per_task.add(name)
+        elif len(call.segments) > 1 and name not in call.certificate.per_task:
+            raise MixedUnsupported(f"{name!r} has no rows, which it had in a probe.")
+        values = output.source.values(call)
+        if len(values) == 1:
+            return values[0]
+        return torch.stack(values)[call.index(call.rows, output.device)]
+    if isinstance(output, Mapping):
+        plain = {key: _plain(call, value, str(key)) for key, value in output.items()}
+        return type(output)(**plain) if isinstance(output, ModelOutput) else plain
+    if type(output) in (list, tuple):
+        return type(output)(_plain(call, value, name) for value in output)
+    return output
+
+
+def _tensors(value: Any, name: str = "output") -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in _tensors(item, str(key))]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in _tensors(item, name)]
+    return []
+
+
+def _check_row(together: Any, alone: Any, row: int) -> None:
+    """A row of a pair must be what it is alone."""
+    for (name, pair), (_, single) in zip(_tensors(together), _tensors(alone), strict=True):
+        if not pair.is_floating_point() or (name.endswith("loss") and pair.ndim == single.ndim == 0):
+            continue
+        found = _row_of(name, pair.float(), single.shape, row)
+        # A narrower head was padded beside a wider one.
+        inside = tuple(slice(size) for size in single.shape)
+        own, outside = found[inside], found.numel() - single.numel()
+        if own.shape != single.shape or (found == -float("inf")).sum() < outside:
+            raise MixedUnsupported(f"{name!r} has the shape {tuple(pair.shape)} for two rows.")
+        own, expected = own.nan_to_num(), single.float().nan_to_num()
+        scale = expected.abs().max().clamp(min=1e-6)
+        if not (own - expected).abs().max() <= PROBE_TOLERANCE * scale:
+            raise MixedUnsupported(f"{name!r} of two rows together differs from each row alone.")
+
+
+def _row_of(name: str, pair: Tensor, single: torch.Size, row: int) -> Tensor:
+    """One row of what two rows gave, in the form that it has alone: rows lead, or the value is one per task, or (the
+    logits of texts) rows come second, or there is one value for all."""
+    if pair.ndim == len(single) > 0 and len(pair) == 2 * single[0]:
+        return pair[row * single[0] : (row + 1) * single[0]]
+    if pair.ndim == len(single) + 1 and len(pair) == 2:
+        return pair[row]
+    if name in COLUMN_FIELDS and pair.ndim == 2:
+        return pair[:, row : row + 1]
+    return pair

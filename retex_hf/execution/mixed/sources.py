@@ -1,0 +1,138 @@
+"""Where the values of a task tensor come from: factors of the recovery module, heads, or a computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...recovery import Layout, RecoveryModule
+from ...recovery.shapes import MATRIX, SHARED_FIRST, VECTOR
+from .call import MixedCall, Origin
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """Offsets are computed in float32, also in a call under autocast."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+class TensorSource:
+    """`values(call)` has one tensor per segment; `name` is None for what was computed on the way."""
+
+    name: str | None
+    has_one_shape = True
+
+    @property
+    def origin(self) -> Origin:
+        """What a probe's findings about this tensor are kept under."""
+        return self.name
+
+    def values(self, call: MixedCall) -> list[Tensor]:
+        raise NotImplementedError
+
+
+@dataclass
+class Computed(TensorSource):
+    """Values that came out of an operation; `history` tells how, so that the same computation is known again."""
+
+    tensors: list[Tensor]
+    history: int
+    name: None = None
+
+    @property
+    def origin(self) -> Origin:
+        return self.history
+
+    def values(self, call: MixedCall) -> list[Tensor]:
+        return self.tensors
+
+
+@dataclass
+class Head(TensorSource):
+    """A tensor that each task keeps whole; shapes may differ."""
+
+    name: str
+    tensors: Mapping[int, Tensor]
+
+    @property
+    def has_one_shape(self) -> bool:
+        return len({tensor.shape for tensor in self.tensors.values()}) == 1
+
+    def values(self, call: MixedCall) -> list[Tensor]:
+        return [self.tensors[segment.task_id] for segment in call.segments]
+
+
+@dataclass
+class Recovered(TensorSource):
+    """A recovered parameter: the merged tensor (None where a quantised layer hides it) and its factors."""
+
+    name: str
+    merged: Tensor | None
+    recovery: RecoveryModule
+
+    @property
+    def layout(self) -> Layout:
+        return self.recovery[self.name].layout
+
+    @property
+    def shared_first(self) -> bool:
+        return self.layout.order == SHARED_FIRST
+
+    @torch.no_grad()  # gradients of a call in evaluation mode end at the inputs
+    def values(self, call: MixedCall) -> list[Tensor]:
+        """The whole recovered tensors; those of vectors are kept during the call."""
+        key = ("values", self.name)
+        if key in call.cache:
+            return call.cache[key]
+        with full_precision(call.device):
+            values = [
+                self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
+                for segment in call.segments
+            ]
+        if self.layout.kind == VECTOR:
+            call.cache[key] = values
+        return values
+
+    @torch.no_grad()
+    def scales(self, call: MixedCall) -> list[Tensor] | None:
+        """The affine variant's gamma of every segment."""
+        scale = self.recovery.scale(self.name)
+        return None if scale is None else [scale(segment.embedding) for segment in call.segments]
+
+    @torch.no_grad()
+    def factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
+        """`G_t` of every segment and the shared factor: the offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it
+        is stored whole. Float32. ReTeX-E's inner factor is multiplied into the shared one: `A_t (B S)`.
+        """
+        key = ("factors", self.name)
+        if key not in call.cache:
+            with full_precision(call.device):
+                call.cache[key] = self._factors(call)
+        return call.cache[key]
+
+    def acting_factors(self, call: MixedCall, transposed: bool) -> tuple[list[Tensor], Tensor | None]:
+        """The factors as they stand to the right of an input: transposed, unless the parameter itself is."""
+        if transposed:
+            return self.factors(call)
+        key = ("acting", self.name)
+        if key not in call.cache:
+            generated, shared = self.factors(call)
+            call.cache[key] = [factor.T for factor in generated], None if shared is None else shared.T
+        return call.cache[key]
+
+    def _factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
+        generator = self.recovery[self.name]
+        generated = [generator.generated(segment.embedding) for segment in call.segments]
+        if self.layout.kind == MATRIX:
+            shared, inner = generator.factor("shared")[0], generator.factor("inner")
+            if inner is not None:
+                shared = shared @ inner[0] if self.shared_first else inner[0] @ shared
+            return [factor[0] for factor in generated], shared
+        scalar = generator.factor("shared")  # a vector's
+        if scalar is not None:
+            generated = [factor * scalar for factor in generated]
+        return [factor.view(self.layout.shape[0], -1) for factor in generated], None

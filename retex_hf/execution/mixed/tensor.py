@@ -1,0 +1,240 @@
+"""Tensors that have one value per task, and what torch functions do with them.
+
+In the copy of the model that runs mixed batches every recovered parameter is a `TaskTensor`. It looks like the merged
+parameter (shape, dtype, device), but each torch function that meets one is answered here: by a row-by-row form of the
+operation (`operations`), by applying it to the value of every task (shapes, elementwise functions), or, where neither
+is known to be right, by `MixedUnsupported`. It has no numbers of its own: what goes past torch's Python functions
+(TorchScript, fused kernels) finds nothing to compute with. So a model is either computed exactly or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import MixedCall, MixedUnsupported, Origin, current_call, is_running
+from .sources import Computed, TensorSource
+
+# What can be asked of a tensor without looking at its values.
+DESCRIPTIONS = frozenset(
+    {"dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "is_quantized", "layout", "is_sparse",
+     "is_nested", "is_leaf", "grad_fn", "is_mkldnn", "is_cpu", "is_mps", "is_xpu", "itemsize", "nbytes",
+     "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
+     "get_device", "__len__", "_is_view"}
+)  # fmt: skip
+# Those that depend on the shape, which heads of different widths do not share.
+SIZES = frozenset({"shape", "size", "numel", "nelement", "stride", "nbytes", "__len__"})
+# Functions of one tensor that give every task's value its own result.
+PER_VALUE = frozenset(
+    {"view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "flatten", "unflatten", "contiguous", "to",
+     "type", "type_as", "float", "double", "half", "bfloat16", "detach", "clone", "dropout", "data", "T", "mT", "t",
+     "exp", "log", "neg", "__neg__", "sigmoid", "tanh", "relu", "softplus", "silu", "abs", "sqrt", "rsqrt", "pow",
+     "__pow__", "square", "split", "chunk"}
+)  # fmt: skip
+# Functions of two (or more) tensors whose operands are broadcast against each other, aligned at the last axis.
+ELEMENTWISE = frozenset(
+    {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "div",
+     "__truediv__", "__rdiv__", "__rtruediv__", "true_divide", "maximum", "minimum", "where"}
+)  # fmt: skip
+# Functions of several tensors that have the rows along the leading axis of all of them.
+ALIGNED = frozenset({"cat", "concat", "concatenate", "scaled_dot_product_attention"})
+IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"})
+
+
+class TaskTensor(Tensor):
+    """A tensor with one value per task; `source` knows them."""
+
+    source: TensorSource
+
+    @staticmethod
+    def __new__(cls, visible: Tensor, source: TensorSource) -> TaskTensor:
+        tensor = Tensor._make_wrapper_subclass(
+            cls, visible.shape, strides=visible.stride(), dtype=visible.dtype, device=visible.device
+        )
+        tensor.source = source
+        return tensor
+
+    def __deepcopy__(self, memo: dict) -> TaskTensor:
+        return self  # it belongs to the copy of the model that it was made for
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from .operations import OPERATIONS  # operations are written in terms of this class
+
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in DESCRIPTIONS:
+            if name in SIZES and is_running() and not args[0].source.has_one_shape:
+                raise MixedUnsupported(
+                    f"The model asks for the size of {args[0].source.name!r}, which tasks differ in."
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        call = current_call()
+        if _writes(name) and isinstance(args[0], cls):
+            raise MixedUnsupported(f"{name} writes to {described(args[0])}, which rows of different tasks share.")
+        if name in OPERATIONS:
+            return OPERATIONS[name](call, func, *args, **kwargs)
+        if name in ("expand", "repeat"):
+            return _repeated(call, func, *args, **kwargs)
+        if name in PER_VALUE and isinstance(args[0], cls):
+            return per_task(call, func, args, kwargs)
+        if name in ELEMENTWISE or (name in IN_PLACE and not isinstance(args[0], cls)):
+            return _elementwise(call, func, args, kwargs)
+        return _other(call, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise MixedUnsupported(f"{func} reads a recovered parameter past torch's Python functions.")
+
+
+def described(tensor: TaskTensor) -> str:
+    return "a computed value" if tensor.source.name is None else repr(tensor.source.name)
+
+
+def origin_of(*tensors: Any) -> Origin:
+    """What decisions about a function of some task tensors go by: a parameter's name, if one is among them."""
+    sources = [tensor.source for tensor in tensors if isinstance(tensor, TaskTensor)]
+    return next((source.name for source in sources if source.name is not None), sources[0].origin)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def values_of(call: MixedCall, value: Any) -> list[Any]:
+    """A value for each segment: a `TaskTensor`'s own, also within a list; anything else as it is."""
+    if isinstance(value, (list, tuple)) and any(isinstance(item, TaskTensor) for item in value):
+        return [type(value)(items) for items in zip(*(values_of(call, item) for item in value), strict=True)]
+    return value.source.values(call) if isinstance(value, TaskTensor) else [value] * len(call.segments)
+
+
+def per_task(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Apply a function to the values of every task; the result has one value per task, too."""
+    columns = [values_of(call, arg) for arg in args]
+    named = {key: values_of(call, value) for key, value in kwargs.items()}
+    results = [
+        func(*(column[part] for column in columns), **{key: column[part] for key, column in named.items()})
+        for part in range(len(call.segments))
+    ]
+    own = (tensor for tensor in _flat((args, tuple(kwargs.values()))) if isinstance(tensor, TaskTensor))
+    history = (_name(func), *(tensor.source.origin for tensor in own))
+    if type(results[0]) in (list, tuple):
+        parts = enumerate(zip(*results, strict=True))
+        return type(results[0])(_computed(list(part), hash((history, number))) for number, part in parts)
+    return _computed(results, hash(history))
+
+
+def _computed(values: list[Any], origin: int) -> TaskTensor:
+    if not isinstance(values[0], Tensor):
+        raise MixedUnsupported(f"The model reads a {type(values[0]).__name__} from the values of several tasks.")
+    if any(value.shape != values[0].shape for value in values):
+        raise MixedUnsupported("The model computes with heads whose sizes differ.")
+    return TaskTensor(values[0], Computed(values, origin))
+
+
+def by_row(call: MixedCall, tensor: TaskTensor, size: int, ndim: int) -> Tensor:
+    """The value of each row's task, (size, ...) with `ndim` axes, aligned at the last one."""
+    shape = tensor.shape
+    if len(shape) >= ndim:
+        if len(shape) > ndim or shape[0] != 1:
+            raise MixedUnsupported(f"{described(tensor)} of shape {tuple(shape)} is combined along the rows' axis.")
+        shape = shape[1:]
+    key = ("rows", tensor.source.name, size, ndim)
+    if tensor.source.name is None or key not in call.cache:
+        values = torch.stack(tensor.source.values(call))[call.index(size, tensor.device)]
+        values = values.view(size, *[1] * (ndim - 1 - len(shape)), *shape)
+        if tensor.source.name is None:
+            return values
+        call.cache[key] = values
+    return call.cache[key]
+
+
+def _elementwise(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    ndim = max(arg.ndim for arg in args if isinstance(arg, Tensor))
+    with_rows = [plain for plain in _with_rows(call, func, args) if plain.ndim == ndim]
+    if not with_rows:
+        if _name(func) in IN_PLACE:
+            raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
+        return per_task(call, func, args, kwargs)
+    size = len(with_rows[0])
+    return func(*(by_row(call, arg, size, ndim) if isinstance(arg, TaskTensor) else arg for arg in args), **kwargs)
+
+
+def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
+    """The ordinary tensors among some arguments that have the rows along their leading axis.
+
+    A task tensor has no rows. So an ordinary tensor that shares its leading axis with one must not have any there.
+    """
+    tensors = _flat(args)
+    tasked = [tensor for tensor in tensors if isinstance(tensor, TaskTensor)]
+    origin = origin_of(*tasked)
+    named = next((tensor for tensor in tasked if tensor.source.name == origin), None)
+    found = []
+    for position, tensor in enumerate(tensors):
+        if tensor is named or (named is None and isinstance(tensor, TaskTensor)):
+            continue
+        shares = any(other.ndim >= tensor.ndim and other.shape[0] != 1 for other in tasked if other.ndim)
+        if named is not None:
+            # Every partner of a parameter is asked about, task tensor or not: a probe compares the answers.
+            has_rows = call.entries_per_row(origin, tensor) is not None and not isinstance(tensor, TaskTensor)
+            if has_rows and shares and len(call.segments) > 1:
+                raise MixedUnsupported(f"{_name(func)} combines {origin!r} with rows along their own axis.")
+        elif shares:
+            has_rows = False
+            call.without_rows(hash((_name(func), origin, position)), tensor.shape[0] if tensor.ndim else 0)
+        else:
+            has_rows = call.entries_per_row(hash((_name(func), origin, position)), tensor) is not None
+        if has_rows and not shares:
+            found.append(tensor)
+    return found
+
+
+def _repeated(call: MixedCall, func: Callable, tensor: Tensor, *sizes: Any) -> Tensor:
+    """`expand` or `repeat` of a parameter for every row (a class token)."""
+    target = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if len(target) >= 2 and len(target) >= tensor.ndim and target[0] > 0:
+        meeting = hash((_name(func), tensor.source.origin))
+        if call.entries_of_size(meeting, target[0], target[0]) is not None:
+            rows = by_row(call, tensor, target[0], len(target))
+            return func(rows, target if _name(func) == "expand" else (1, *target[1:]))
+    return per_task(call, func, (tensor, *sizes), {})
+
+
+def _other(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Any other function. Without rows among its arguments every task has a result. With rows, it must be known to keep
+    them, and its task tensors must have a leading axis of size 1 in the rows' place (an attention bias, a class token
+    joined to its sequence)."""
+    arguments = (args, tuple(kwargs.values()))
+    with_rows = _with_rows(call, func, arguments)
+    if not with_rows:
+        if _writes(_name(func)) or kwargs.get("out") is not None:
+            raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
+        return per_task(call, func, args, kwargs)
+    for value in _flat(arguments):
+        fits = _name(func) in ALIGNED and value.ndim > 1 and value.shape[0] == 1
+        if isinstance(value, TaskTensor) and not fits:
+            raise MixedUnsupported(f"{_name(func)} of {described(value)} and rows is unknown.")
+
+    def settle(value: Any) -> Any:
+        if isinstance(value, TaskTensor):
+            return by_row(call, value, len(with_rows[0]), value.ndim)
+        return type(value)(settle(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    return func(*settle(args), **{key: settle(value) for key, value in kwargs.items()})
+
+
+def _flat(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in _flat(value)] if isinstance(values, (list, tuple)) else []
+
+
+def _name(func: Callable) -> str:
+    # An attribute such as `.dtype` arrives as the `__get__` of its descriptor.
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name

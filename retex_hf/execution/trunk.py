@@ -1,0 +1,84 @@
+"""A shared trunk: where the layers up to the feature layer are the same for every task, what they computed to identify
+a row is where the row's expert goes on.
+
+The blocks of the trunk are replaced, in the copies of the model that run experts, by ones that give back what the
+feature pass has recorded. Outside such a call they run as always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What must come from inside the blocks, and so cannot come from a record of their outputs.
+INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class TrunkRecord:
+    """What each block of the trunk gave for a batch of `rows`."""
+
+    outputs: Mapping[str, Any]
+    rows: int
+
+    def serves(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call can use the record: not if it asks for what happens inside blocks, or for gradients."""
+        asked = any(kwargs.get(name) for name in INNER_OUTPUTS)
+        learns = any(isinstance(value, Tensor) and value.requires_grad for value in kwargs.values())
+        return not asked and not (learns and torch.is_grad_enabled())
+
+
+_replayed: ContextVar[tuple[TrunkRecord, Tensor | None] | None] = ContextVar("retex_trunk", default=None)
+
+
+@contextmanager
+def replaying(record: TrunkRecord | None, rows: Tensor | None) -> Iterator[None]:
+    """Within this context the trunk's blocks give back a record: of these rows, or of all in their order."""
+    token = _replayed.set(None if record is None else (record, rows))
+    try:
+        yield
+    finally:
+        _replayed.reset(token)
+
+
+class _Replay:
+    """The `forward` of a block that knows the record. It must not keep the block, and with it an expert, alive."""
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self._block, self.name = weakref.ref(block), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = _replayed.get()
+        if current is None or self.name not in current[0].outputs:
+            block = self._block()
+            return type(block).forward(block, *args, **kwargs)
+        record, rows = current
+        output = record.outputs[self.name]
+        return output if rows is None else _take(output, rows, record.rows)
+
+
+def install_replay(model: nn.Module, blocks: list[str]) -> None:
+    """Make blocks of a copy of the model give back records."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.forward = _Replay(block, name)
+
+
+def _take(value: Any, rows: Tensor, total: int) -> Any:
+    """The given rows of whatever a block returned; tensors without rows (a bias for all) are kept."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0 or value.shape[0] % total or (value.shape[0] == 1 and total > 1):
+            return value
+        by_row = value.view(total, -1, *value.shape[1:])
+        return by_row[rows.to(value.device)].flatten(0, 1)
+    if isinstance(value, Mapping):
+        parts = {key: _take(part, rows, total) for key, part in value.items()}
+        return type(value)(**parts) if type(value) is not dict else parts
+    return type(value)(_take(part, rows, total) for part in value) if isinstance(value, (list, tuple)) else value

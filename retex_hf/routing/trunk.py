@@ -1,0 +1,69 @@
+"""Which parameters a model has used by the time its features are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .features import FeatureExtractor, first_tensor
+
+# Where models return what later calls go on from; a pass that is not run does not fill it.
+CACHE_FIELDS = ("past_key_values", "cache_params")
+
+
+def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Names (in `model`, of which the extractor has a copy) of the tensors that the features depend on.
+
+    The graph of a backward pass tells, whatever the architecture. Statistics of batch normalisation have no gradient:
+    they go with the weights beside them.
+    """
+    root = extractor.root
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in root.named_parameters()}
+    kwargs = extractor.select(inputs)
+    with torch.enable_grad(), torch.inference_mode(False):
+        collected = extractor.collect(lambda **values: functional_call(root, leaves, (), values), kwargs)
+        hidden = first_tensor(collected[extractor.layers[-1]])
+        gradients = torch.autograd.grad(hidden.float().sum(), list(leaves.values()), allow_unused=True)
+    used = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+    touched = {name.rpartition(".")[0] for name in used}
+    used |= {name for name, _ in root.named_buffers() if name.rpartition(".")[0] in touched}
+    # The copy shares its parameters with the model; buffers are its own, and go by name.
+    prefix = next(name for name, module in extractor.model.named_modules() if module is root)
+    full = {f"{prefix}.{name}" if prefix else name for name in used}
+    tensors = dict(extractor.model.state_dict(keep_vars=True))
+    shared = {id(tensors[name]) for name in full if name in tensors}
+    return [name for name in model.state_dict() if name in full or id(tensors[name]) in shared]
+
+
+@torch.no_grad()
+def keeps_cache(extractor: FeatureExtractor, inputs: Mapping[str, Any], root: nn.Module) -> bool:
+    """Whether a pass of the model leaves something behind for the next one (a decoder's keys and values)."""
+    accepted = {name: value for name, value in extractor.select(inputs).items() if name != "use_cache"}
+    output = root(**accepted)
+    return any(getattr(output, name, None) is not None for name in CACHE_FIELDS)
+
+
+def answers(output: Any) -> Tensor:
+    """The tensor that a model's output is about: logits, or the first it has."""
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    return first_tensor(output) if logits is None else logits
+
+
+def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:
+    """What a shared trunk costs, in words."""
+    costs = trunk["cost"]
+    change = sum(cost["change"] for cost in costs.values()) / len(costs)
+    text = (
+        f"Shared trunk up to {feature_layer}: outputs move by {change:.1%} of the way back to the merged model "
+        "(mean over tasks, on the reference inputs)"
+    )
+    agreements = [cost["agreement"] for cost in costs.values() if "agreement" in cost]
+    if agreements:
+        text += f"; {sum(agreements) / len(agreements):.1%} of the answers stay the same"
+    if not trunk["replayed"]:
+        text += "; a decoder fills its cache in every layer, so its trunk still runs twice"
+    return text + "."

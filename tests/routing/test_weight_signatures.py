@@ -1,0 +1,244 @@
+"""Identification from the experts' own weights: the scores are what they are defined to be, and they identify."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, TEXT, tokens
+from helpers import TASKS, assert_same, build_from, build_retex, make_experts, perturb
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+from transformers.pytorch_utils import Conv1D
+
+from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
+from retex_hf.routing import WeightSignatures
+
+OPTIONS = {
+    "low rank": {"rank": 3},
+    "full": {"rank": "full"},
+    "shared first": {"rank": 3, "factor_order": "shared_first"},
+    "inner": {"rank": 3, "inner_rank": 2},
+    "inner, shared first": {"rank": 3, "inner_rank": 2, "factor_order": "shared_first"},
+    "shared layers": {"rank": 3, "share_layers": True},
+    "narrow": {"rank": 3, "task_embedding_dim": 2},
+    "int8": {"rank": 3, "recovery_dtype": "int8"},
+}
+
+
+def build(family: str, **options) -> RetexModel:
+    return build_retex(family, **{"rank": 3, "signatures": "weights", **options})[0]
+
+
+def act(module: nn.Module, matrix: Tensor, hidden: Tensor) -> Tensor:
+    """A layer with another weight and no bias; one row of numbers per input row and position."""
+    if isinstance(module, nn.Conv2d):
+        kernel = matrix.view_as(module.weight)
+        out = torch.nn.functional.conv2d(hidden, kernel, None, module.stride, module.padding, module.dilation)
+        return out.flatten(2).mT
+    return hidden @ (matrix if isinstance(module, Conv1D) else matrix.T)
+
+
+@torch.no_grad()
+def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], run=None) -> Tensor:
+    """The definition, layer by layer: every update as a matrix, applied to what enters the layer."""
+    entering = {}
+    base = model.get_base_model()
+    layers = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D, nn.Conv2d)) and name.startswith(prefix)
+        and "pooler" not in name  # it runs after the last block
+        and f"{name}.weight" in model.recovery and model.recovery[f"{name}.weight"].layout.kind != "vector"
+    }  # fmt: skip
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: entering.update({name: args[0]}))
+        for name, module in layers.items()
+    ]
+    (run or base)(**inputs)
+    for hook in hooks:
+        hook.remove()
+    mask = inputs.get("attention_mask")
+    scores = []
+    for name, hidden in entering.items():
+        columns = []
+        for task in TASKS:
+            update = model.recover(task)[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]
+            energy = act(layers[name], update, hidden).double().square().sum(-1)  # (rows, tokens)
+            weights = torch.ones_like(energy) if mask is None else mask.double()
+            mean = (energy * weights).sum(1) / weights.sum(1)
+            columns.append((mean / update.double().square().sum()).log())
+        scores.append(torch.stack(columns, 1))
+    assert scores
+    return torch.stack(scores).mean(0).float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_score_is_the_mean_log_response_of_the_update(options):
+    model, inputs = build("bert", **options), tokens(6)
+    found = model.identify(**inputs)
+    expected = defined_scores(model, "encoder.", inputs)
+    torch.testing.assert_close(-found.residuals, expected, rtol=1e-3, atol=1e-4)
+    assert found.task_ids.tolist() == expected.argmax(1).tolist()
+    torch.testing.assert_close(found.probabilities, expected.softmax(1), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["generated_first", "shared_first"])
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [("gpt2", "transformer.h."), ("resnet", ""), ("vit", ""), ("t5", "encoder."), ("llama-tied", "model.layers.")],
+)
+def test_every_kind_of_layer_has_its_response(family, prefix, order):
+    model = build(family, factor_order=order)
+    inputs = FAMILIES[family].inputs(5)
+    run = None
+    if family == "t5":
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
+        run = model.get_base_model().get_encoder()
+    scores = -model.identify(**inputs).residuals
+    torch.testing.assert_close(scores, defined_scores(model, prefix, inputs, run), rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_image_side_of_a_dual_encoder_is_heard():
+    model = build("open_clip-vit")
+    image = torch.randn(5, 3, 32, 32)
+    routed = model.encode_image(image)
+    found = model.identify(image)
+    scores = defined_scores(model, "visual.", {"image": image}, model.get_base_model().encode_image)
+    torch.testing.assert_close(-found.residuals, scores, rtol=1e-3, atol=1e-4)
+    for row, task in enumerate(found.tasks):
+        expected = model.encode_image(image, task=task)[row]
+        torch.testing.assert_close(routed[row], expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_feature_layer_limits_how_deep_the_pass_goes():
+    inputs = tokens(4)
+    for layer in (0, "encoder.layer.0"):
+        model = build("bert", feature_layer=layer)
+        ran = []
+        model.get_base_model().encoder.layer[1].register_forward_hook(lambda *_, ran=ran: ran.append(1))
+        model._cache.clear()
+        scores = -model.identify(**inputs).residuals
+        assert ran == []
+        torch.testing.assert_close(scores, defined_scores(model, "encoder.layer.0.", inputs), rtol=1e-3, atol=1e-4)
+
+
+def aligned_experts(base: nn.Module, directions: Tensor) -> dict[str, nn.Module]:
+    """Experts whose updates respond to one direction of the input each."""
+    experts = {}
+    for task, direction in zip(TASKS, directions, strict=True):
+        expert = perturb(base, 0, scale=0.0)
+        expert.load_state_dict(base.state_dict())
+        for layer in expert.encoder.layer:
+            layer.attention.self.query.weight.data += 0.1 * torch.outer(torch.randn(16), direction)
+        experts[task] = expert
+    return experts
+
+
+@torch.no_grad()
+def test_a_row_goes_to_the_task_whose_update_it_excites():
+    base = BertModel(BertConfig(**TEXT, layer_norm_eps=1e-12)).eval()
+    directions = torch.linalg.qr(torch.randn(16, 16)).Q.T[:3]
+    directions = directions - directions.mean(1, keepdim=True)
+    model, _ = build_from(
+        base, aligned_experts(base, directions), rank=3, signatures="weights", feature_layer=0, routing="hard"
+    )
+    rows = torch.tensor([2, 0, 1, 1])
+    inputs_embeds = 50 * directions[rows].unsqueeze(1).expand(-1, 5, -1)
+    assert model.identify(inputs_embeds=inputs_embeds).task_ids.tolist() == rows.tolist()
+    output = model(inputs_embeds=inputs_embeds)
+    assert output.routing.task_ids.tolist() == rows.tolist()
+
+
+@torch.no_grad()
+def test_centring_subtracts_the_mean_scores_of_a_pool():
+    model, pool, inputs = build("bert"), [tokens(4), tokens(7)], tokens(6)
+    plain = model.identify(**inputs).residuals
+    mean = -torch.cat([model.identify(**batch).residuals for batch in pool]).mean(0)
+    assert model.fit_signatures(pool) == {}
+    assert isinstance(model.signatures, WeightSignatures)
+    torch.testing.assert_close(model.identify(**inputs).residuals, plain + mean, rtol=1e-4, atol=1e-4)
+    pooled = torch.cat([model.identify(**batch).residuals for batch in pool])
+    torch.testing.assert_close(pooled.mean(0), torch.zeros(3), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("centred", [False, True])
+def test_saved_and_loaded(tmp_path, centred):
+    model, inputs = build("bert"), tokens(6)
+    if centred:
+        model.fit_signatures(tokens(9))
+    expected = model.identify(**inputs).residuals
+    model.save_pretrained(tmp_path / "artifact")
+    assert (tmp_path / "artifact" / "retex_signatures.safetensors").exists() == centred
+    loaded = RetexModel.from_pretrained(tmp_path / "artifact")
+    assert loaded.retex_config.signatures == "weights"
+    assert torch.equal(loaded.identify(**inputs).residuals, expected)
+    loaded.save_pretrained(tmp_path / "twin")
+    assert_same(RetexModel.from_pretrained(tmp_path / "twin").identify(**inputs).residuals, expected, exact=True)
+
+
+def test_signatures_of_the_other_kind_are_refused(tmp_path):
+    model = build("bert")
+    model.fit_signatures(tokens(9))
+    model.save_pretrained(tmp_path / "artifact")
+    path = tmp_path / "artifact" / "retex_config.json"
+    path.write_text(path.read_text().replace('"signatures": "weights"', '"signatures": "inputs"'))
+    with pytest.raises(ArtifactError, match="the signatures are described by"):
+        RetexModel.from_pretrained(tmp_path / "artifact")
+    path.write_text(path.read_text().replace('"signatures": "inputs"', '"signatures": "weights"'))
+    text = path.read_text()
+    path.write_text(text.replace('"tasks": [', '"tasks": ["more",').replace('"heads": {', '"heads": {"more": {},'))
+    with pytest.raises(ArtifactError, match="has shape"):
+        RetexModel.from_pretrained(tmp_path / "artifact")
+
+
+@torch.no_grad()
+def test_soft_routing_uses_the_scores():
+    model, inputs = build("bert", routing="soft", temperature=0.1), tokens(4)
+    output = model(**inputs)
+    expected = (-output.routing.residuals / 0.1).softmax(1)
+    torch.testing.assert_close(output.routing.weights, expected)
+
+
+@torch.no_grad()
+def test_masked_tokens_and_labels_do_not_count():
+    model = build("bert")
+    inputs = tokens(6)
+    other = {**inputs, "input_ids": inputs["input_ids"] + (1 - inputs["attention_mask"])}
+    expected = model.identify(**inputs).residuals
+    torch.testing.assert_close(model.identify(**other).residuals, expected, rtol=1e-4, atol=1e-5)
+    one = {name: value[2:3, : inputs["attention_mask"][2].sum()] for name, value in inputs.items()}
+    torch.testing.assert_close(model.identify(**one).residuals, expected[2:3], rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_done_is_said_in_one_sentence():
+    with pytest.raises(ConfigError, match="signatures must be one of"):
+        RetexConfig(signatures="tea leaves")
+    with pytest.raises(ConfigError, match=r'recovery="affine" and signatures="weights" exclude each other'):
+        RetexConfig(signatures="weights", recovery="affine")
+    model = build("bert", exclude=["encoder", "pooler"])
+    with pytest.raises(ConfigError, match=r'needs a recovered linear or convolution layer.*use signatures="inputs"'):
+        model.identify(**tokens(2))
+    model = build("bert")
+    with pytest.raises(InputError, match="one pool of batches, not one per task"):
+        model.fit_signatures({task: [tokens(2)] for task in TASKS})
+    with pytest.raises(InputError, match="pool of unlabelled inputs is empty"):
+        model.fit_signatures([])
+
+
+def test_layers_that_a_task_leaves_alone_do_not_count():
+    base = FAMILIES["bert"].make().eval()
+    experts = make_experts(base)
+    merged = {n: sum(e.state_dict()[n] for e in experts.values()) / 3 for n in base.state_dict()}
+    others = [experts[task].state_dict() for task in TASKS[1:]]
+    for name in merged:  # so that one expert equals the merge there, up to rounding
+        if name.startswith("encoder.layer.1."):
+            experts["red"].state_dict()[name].copy_(sum(other[name] for other in others) / 2)
+    model, _ = build_from(base, experts, rank="full", signatures="weights")
+    inputs = tokens(4)
+    expected = defined_scores(model, "encoder.layer.0.", inputs)
+    torch.testing.assert_close(-model.identify(**inputs).residuals, expected, rtol=1e-3, atol=1e-4)
