@@ -48,9 +48,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = t5_model()
-    retex = retex_model(model, TASKS, RANK)
     references = {task: [{"input_ids": sentences(index, 64, LENGTH)}] for index, task in enumerate(TASKS)}
-    retex.fit_signatures(references, progress=False)
+    retex = retex_model(model, TASKS, RANK)
+    lean = retex_model(model, TASKS, RANK, recovered=lambda name: name != "shared.weight")
+    for one in (retex, lean):
+        one.fit_signatures(references, progress=False)
     ids = torch.cat([sentences(row % len(TASKS), 1, LENGTH) for row in range(ROWS)])
     tasks = [TASKS[row % len(TASKS)] for row in range(ROWS)]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -64,6 +66,7 @@ def main() -> None:
     calls = {
         "static merged model": lambda: model.generate(**inputs),
         "ReTeX, auto": lambda: routed("auto"),
+        "ReTeX, auto, embeddings left merged": lambda: lean.generate(**inputs),
         "ReTeX, one pass, tasks named": lambda: routed("mixed", tasks),
         "ReTeX, group by group, experts cached": lambda: routed("grouped"),
         "PEFT adapter_names (linear layers only, tasks named)": lambda: adapted.generate(**inputs, adapter_names=tasks),

@@ -75,9 +75,16 @@ class OffsetGenerator(nn.Module):
     def generated(self, embedding: Tensor) -> Tensor:
         """The generated factor for an embedding."""
         combined = _combine_rows(embedding, self.weight, self._parameters.get("weight" + SCALE))
-        if self.bias is not None:
-            combined = combined + self.factor("bias")
-        return combined.view(self.layout.generated_shape)
+        return self._with_bias(combined).view(self.layout.generated_shape)
+
+    def generated_row(self, row: int) -> Tensor:
+        """The generated factor for the embedding that is 1 at `row` and 0 elsewhere."""
+        scale = self._parameters.get("weight" + SCALE)
+        taken = decode(self.weight[row], None if scale is None else scale[row])
+        return self._with_bias(taken).view(self.layout.generated_shape)
+
+    def _with_bias(self, combined: Tensor) -> Tensor:
+        return combined if self.bias is None else combined + self.factor("bias")
 
     def forward(self, embedding: Tensor) -> Tensor:
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
@@ -337,11 +344,18 @@ def _generator_rows(generated: Tensor, embedding_dim: int, basis: Tensor | None)
     return torch.cat([generated, generated.new_zeros(embedding_dim - len(generated), generated.shape[1])]), None
 
 
+def one_hot_row(embedding: Tensor) -> int | None:
+    """Where an embedding is 1, if it is 0 elsewhere."""
+    rows = embedding.nonzero().flatten().tolist()
+    return rows[0] if len(rows) == 1 and embedding[rows[0]] == 1 else None
+
+
 def _combine_rows(embedding: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and (embedding.requires_grad or weight.requires_grad):
         return embedding @ decode(weight, scale)
     # The closed form's embeddings are one-hot: read the rows that count, not the tasks that do not.
+    row = one_hot_row(embedding)
+    if row is not None:
+        return decode(weight[row], None if scale is None else scale[row])
     rows = embedding.nonzero().flatten().tolist()
-    if len(rows) == 1 and embedding[rows[0]] == 1:
-        return decode(weight[rows[0]], None if scale is None else scale[rows[0]])
     return embedding[rows] @ decode(weight[rows], None if scale is None else scale[rows])

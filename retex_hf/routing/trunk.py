@@ -22,9 +22,9 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
     they go with the weights beside them.
     """
     root = extractor.root
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in root.named_parameters()}
-    kwargs = extractor.select(inputs)
-    with torch.enable_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = {name: _ordinary(tensor).detach().requires_grad_() for name, tensor in root.named_parameters()}
+        kwargs = {name: _ordinary(value) for name, value in extractor.select(inputs).items()}
         collected = extractor.collect(lambda **values: functional_call(root, leaves, (), values), kwargs)
         hidden = first_tensor(collected[extractor.layers[-1]])
         gradients = torch.autograd.grad(hidden.float().sum(), list(leaves.values()), allow_unused=True)
@@ -37,6 +37,11 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
     tensors = dict(extractor.model.state_dict(keep_vars=True))
     shared = {id(tensors[name]) for name in full if name in tensors}
     return [name for name in model.state_dict() if name in full or id(tensors[name]) in shared]
+
+
+def _ordinary(value: Any) -> Any:
+    """A tensor made in inference mode has no place in a graph; its copy has."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 @torch.no_grad()

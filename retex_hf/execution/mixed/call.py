@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RetexError
+from ...recovery.module import one_hot_row
 
 
 class MixedUnsupported(RetexError):
@@ -71,6 +72,14 @@ class MixedCall:
         return self.segments[0].embedding.device
 
     @property
+    def one_hot_rows(self) -> list[int] | None:
+        """The generator row of every segment, if each has one to itself."""
+        if "one-hot" not in self.cache:
+            rows = [one_hot_row(segment.embedding) for segment in self.segments]
+            self.cache["one-hot"] = None if None in rows else rows
+        return self.cache["one-hot"]
+
+    @property
     def is_probe(self) -> bool:
         return self.log is not None
 
@@ -127,6 +136,15 @@ class MixedCall:
     def slices(self, per_row: int) -> list[slice]:
         """Where each segment lies along an axis with `per_row` entries per row."""
         return [slice(segment.start * per_row, segment.stop * per_row) for segment in self.segments]
+
+    def slots(self, per_row: int, device: torch.device) -> Tensor:
+        """The place of each entry if all segments were as long as the longest."""
+        key = ("slots", per_row, device)
+        if key not in self.cache:
+            sizes = self.sizes(per_row)
+            places = [torch.arange(size) + number * max(sizes) for number, size in enumerate(sizes)]
+            self.cache[key] = torch.cat(places).to(device)
+        return self.cache[key]
 
     def index(self, size: int, device: torch.device) -> Tensor:
         """The segment of each of `size` entries along the leading axis."""

@@ -6,7 +6,7 @@ A matrix is never recovered: the merged one is applied to the whole batch at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import MixedCall, MixedUnsupported
 from .sources import Recovered, full_precision
-from .tensor import TaskTensor, by_row, described, origin_of, per_task, values_of
+from .tensor import OPERATIONS, TaskTensor, by_row, described, origin_of, per_task, values_of
 
 
 def _rows_or_none(call: MixedCall, x: Any, *parameters: Any) -> int | None:
@@ -42,21 +42,10 @@ def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, trans
     x = x.reshape(-1, x.shape[-1]).float()
     with full_precision(x.device):
         if common is not None and own_first:
-            parts = _parts(call, x)
-            result.addmm_(torch.cat([part @ matrix for part, matrix in zip(parts, own, strict=True)]), common)
+            result.addmm_(own.applied(call, x), common)
         else:
-            inner = x if common is None else x @ common
-            for part, met, matrix in zip(_parts(call, result), _parts(call, inner), own, strict=True):
-                part.addmm_(met, matrix)
+            own.add(call, result, x if common is None else x @ common)
     return result.view(out.shape).to(out.dtype)
-
-
-def _parts(call: MixedCall, tensor: Tensor) -> Iterable[Tensor]:
-    """The entries of each segment along the leading axis."""
-    per_row = len(tensor) // call.rows
-    if tensor.requires_grad:  # the views that `split` makes may not be written to then
-        return [tensor[part] for part in call.slices(per_row)]
-    return tensor.split(call.sizes(per_row))
 
 
 def scaled(call: MixedCall, out: Tensor, source: Recovered) -> Tensor:
@@ -311,7 +300,7 @@ def multi_head_attention(
     return output.transpose(0, 1), None
 
 
-OPERATIONS: dict[str, Callable] = {
+OPERATIONS |= {
     "linear": linear,
     "matmul": matmul,
     "__matmul__": matmul,

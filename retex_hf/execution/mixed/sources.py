@@ -12,6 +12,7 @@ from torch import Tensor
 from ...recovery import Layout, RecoveryModule
 from ...recovery.shapes import MATRIX, SHARED_FIRST, VECTOR
 from .call import MixedCall, Origin
+from .products import OwnFactors
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
@@ -89,44 +90,61 @@ class Recovered(TensorSource):
         if key in call.cache:
             return call.cache[key]
         with full_precision(call.device):
-            values = [
-                self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
-                for segment in call.segments
-            ]
-        if self.layout.kind == VECTOR:
-            call.cache[key] = values
+            if self.layout.kind == VECTOR:
+                values = call.cache[key] = self._vectors(call)
+            else:
+                values = [
+                    self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
+                    for segment in call.segments
+                ]
         return values
 
-    @torch.no_grad()
+    def _vectors(self, call: MixedCall) -> list[Tensor]:
+        """Vectors are many and small: those of all segments at once."""
+        scalar, scales = self.recovery[self.name].factor("shared"), self.scales(call)
+        merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
+        if scales is not None:
+            merged = merged * torch.stack(scales).view(-1, *[1] * self.merged.ndim)
+        offsets = torch.stack(self._generated(call)).view(merged.shape)
+        return list(torch.addcmul(merged, offsets, scalar).to(self.merged.dtype))
+
+    def _generated(self, call: MixedCall) -> list[Tensor]:
+        generator, rows = self.recovery[self.name], call.one_hot_rows
+        if rows is not None:
+            return [generator.generated_row(row) for row in rows]
+        return [generator.generated(segment.embedding) for segment in call.segments]
+
     def scales(self, call: MixedCall) -> list[Tensor] | None:
         """The affine variant's gamma of every segment."""
-        scale = self.recovery.scale(self.name)
-        return None if scale is None else [scale(segment.embedding) for segment in call.segments]
+        key = ("scales", self.name)
+        if key not in call.cache:
+            scale = self.recovery.scale(self.name)
+            with torch.no_grad():
+                call.cache[key] = None if scale is None else [scale(segment.embedding) for segment in call.segments]
+        return call.cache[key]
 
-    @torch.no_grad()
     def factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         """`G_t` of every segment and the shared factor: the offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it
         is stored whole. Float32. ReTeX-E's inner factor is multiplied into the shared one: `A_t (B S)`.
         """
         key = ("factors", self.name)
         if key not in call.cache:
-            with full_precision(call.device):
+            with full_precision(call.device), torch.no_grad():
                 call.cache[key] = self._factors(call)
         return call.cache[key]
 
-    def acting_factors(self, call: MixedCall, transposed: bool) -> tuple[list[Tensor], Tensor | None]:
+    def acting_factors(self, call: MixedCall, transposed: bool) -> tuple[OwnFactors, Tensor | None]:
         """The factors as they stand to the right of an input: transposed, unless the parameter itself is."""
-        if transposed:
-            return self.factors(call)
-        key = ("acting", self.name)
+        key = ("acting", self.name, transposed)
         if key not in call.cache:
             generated, shared = self.factors(call)
-            call.cache[key] = [factor.T for factor in generated], None if shared is None else shared.T
+            own = OwnFactors(generated if transposed else [factor.T for factor in generated])
+            call.cache[key] = own, shared if transposed or shared is None else shared.T
         return call.cache[key]
 
     def _factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         generator = self.recovery[self.name]
-        generated = [generator.generated(segment.embedding) for segment in call.segments]
+        generated = self._generated(call)
         if self.layout.kind == MATRIX:
             shared, inner = generator.factor("shared")[0], generator.factor("inner")
             if inner is not None:

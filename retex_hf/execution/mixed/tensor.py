@@ -44,6 +44,10 @@ ALIGNED = frozenset({"cat", "concat", "concatenate", "scaled_dot_product_attenti
 IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"})
 
 
+# Row-by-row forms of functions, by name; filled by `operations`, which are written in terms of this module.
+OPERATIONS: dict[str, Callable] = {}
+
+
 class TaskTensor(Tensor):
     """A tensor with one value per task; `source` knows them."""
 
@@ -62,8 +66,6 @@ class TaskTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from .operations import OPERATIONS  # operations are written in terms of this class
-
         kwargs = kwargs or {}
         name = _name(func)
         if name in DESCRIPTIONS:

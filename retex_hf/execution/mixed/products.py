@@ -1,0 +1,80 @@
+"""Each segment's rows times the segment's own matrix."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .call import MixedCall
+
+# Up to so many vectors per segment one batched product is faster than one product after the other.
+FEW_VECTORS = 64
+# Padding segments of different lengths to the longest must not more than double them.
+MOST_PADDING = 2.0
+
+
+class OwnFactors:
+    """The matrices (n, m) of all segments of a call, for inputs on their left.
+
+    Long segments are multiplied one by one. Short ones (the steps of `generate`) together, as a batch of matrices: if
+    the factors lie in memory in the order of the segments that costs nothing, else they are brought together when they
+    are needed a second time.
+    """
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        self.matrices = matrices
+        self._batch = _as_batch(matrices)
+        self._uses = 0
+
+    def add(self, call: MixedCall, result: Tensor, x: Tensor) -> None:
+        """`result + x A_t`, in place; both have the segments' vectors along their leading axis."""
+        per_row = len(x) // call.rows
+        batch = self._batch_for(call, per_row)
+        if batch is None or result.requires_grad:
+            for part, matrix in zip(call.slices(per_row), self.matrices, strict=True):
+                result[part].addmm_(x[part], matrix)
+            return
+        sizes = call.sizes(per_row)
+        if min(sizes) == max(sizes):
+            shape = (len(sizes), sizes[0], -1)
+            result.view(shape).baddbmm_(x.view(shape), batch)
+            return
+        slots = call.slots(per_row, x.device)
+        padded = x.new_zeros(len(sizes) * max(sizes), x.shape[1])
+        padded[slots] = x
+        result += torch.bmm(padded.view(len(sizes), max(sizes), -1), batch).flatten(0, 1)[slots]
+
+    def applied(self, call: MixedCall, x: Tensor) -> Tensor:
+        """`x A_t`."""
+        if x.requires_grad:
+            parts = zip(call.slices(len(x) // call.rows), self.matrices, strict=True)
+            return torch.cat([x[part] @ matrix for part, matrix in parts])
+        result = x.new_zeros(len(x), self.matrices[0].shape[1])
+        self.add(call, result, x)
+        return result
+
+    def _batch_for(self, call: MixedCall, per_row: int) -> Tensor | None:
+        sizes = call.sizes(per_row)
+        longest = max(sizes)
+        if len(sizes) == 1 or longest > FEW_VECTORS or len(sizes) * longest > MOST_PADDING * sum(sizes):
+            return None
+        self._uses += 1
+        if self._batch is None and self._uses > 1:
+            self._batch = torch.stack(self.matrices)
+        return self._batch
+
+
+def _as_batch(matrices: list[Tensor]) -> Tensor | None:
+    """Matrices that follow each other in memory at equal distances as one (batch, n, m) tensor, without a copy."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first.unsqueeze(0)
+    size = first.element_size()
+    distances = {(b.data_ptr() - a.data_ptr()) // size for a, b in pairwise(matrices)}
+    same = all(m.stride() == first.stride() and m.shape == first.shape for m in matrices)
+    one_storage = len({matrix.untyped_storage().data_ptr() for matrix in matrices}) == 1
+    if not same or not one_storage or len(distances) != 1 or min(distances) <= 0:
+        return None
+    return first.as_strided((len(matrices), *first.shape), (distances.pop(), *first.stride()))
