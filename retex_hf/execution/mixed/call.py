@@ -3,10 +3,11 @@ copy of the model serves many threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class MixedCall:
 
     `certificate` says what has rows. While a model is being probed, `log` collects how often each parameter meets which
     leading size, `computed` the same of values computed from parameters, and `per_task` the outputs that have one value
-    per task; `single` is the log of a call on one row to compare with.
+    per task; `single` is the log of a call on one row to compare with. `repeats` is for `generate`, which uses every
+    parameter many times.
     """
 
     segments: list[Segment]
@@ -60,6 +62,7 @@ class MixedCall:
     single: list[tuple[str, int, int]] | None = None
     computed: list[tuple[int, int, bool]] = field(default_factory=list)
     per_task: set[str] = field(default_factory=set)
+    repeats: bool = False
     cache: dict[object, object] = field(default_factory=dict)
 
     @property
@@ -70,6 +73,16 @@ class MixedCall:
     def device(self) -> torch.device:
         """Where the factors are."""
         return self.segments[0].embedding.device
+
+    def kept(self, key: object, make: Callable[[], Any]) -> Any:
+        """What was made before in this call, or is made now. It is kept only for calls that come back to it: one that
+        does not would pile up small tensors between large ones, and memory would fall to pieces."""
+        if key in self.cache:
+            return self.cache[key]
+        made = make()
+        if self.repeats:
+            self.cache[key] = made
+        return made
 
     @property
     def one_hot_rows(self) -> list[int] | None:

@@ -61,7 +61,7 @@ class MixedModel:
 
     def run(self, method: str, kwargs: dict[str, Any], segments: list[Segment], certificate: Certificate) -> Any:
         """Call a method on rows that are sorted by segment."""
-        return self._call(method, kwargs, MixedCall(segments, certificate))
+        return self._call(method, kwargs, MixedCall(segments, certificate, repeats=method == "generate"))
 
     def probe(
         self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter

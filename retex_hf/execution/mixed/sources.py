@@ -83,30 +83,26 @@ class Recovered(TensorSource):
     def shared_first(self) -> bool:
         return self.layout.order == SHARED_FIRST
 
-    @torch.no_grad()  # gradients of a call in evaluation mode end at the inputs
     def values(self, call: MixedCall) -> list[Tensor]:
-        """The whole recovered tensors; those of vectors are kept during the call."""
-        key = ("values", self.name)
-        if key in call.cache:
-            return call.cache[key]
-        with full_precision(call.device):
-            if self.layout.kind == VECTOR:
-                values = call.cache[key] = self._vectors(call)
-            else:
-                values = [
-                    self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
-                    for segment in call.segments
-                ]
-        return values
+        """The whole recovered tensors; only vectors are small enough to be kept."""
+        if self.layout.kind == VECTOR:
+            return call.kept(("values", self.name), lambda: self._vectors(call))
+        with full_precision(call.device), torch.no_grad():
+            return [
+                self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
+                for segment in call.segments
+            ]
 
+    @torch.no_grad()  # gradients of a call in evaluation mode end at the inputs
     def _vectors(self, call: MixedCall) -> list[Tensor]:
         """Vectors are many and small: those of all segments at once."""
         scalar, scales = self.recovery[self.name].factor("shared"), self.scales(call)
         merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
-        if scales is not None:
-            merged = merged * torch.stack(scales).view(-1, *[1] * self.merged.ndim)
-        offsets = torch.stack(self._generated(call)).view(merged.shape)
-        return list(torch.addcmul(merged, offsets, scalar).to(self.merged.dtype))
+        with full_precision(call.device):
+            if scales is not None:
+                merged = merged * torch.stack(scales).view(-1, *[1] * self.merged.ndim)
+            offsets = torch.stack(self._generated(call)).view(merged.shape)
+            return list(torch.addcmul(merged, offsets, scalar).to(self.merged.dtype))
 
     def _generated(self, call: MixedCall) -> list[Tensor]:
         generator, rows = self.recovery[self.name], call.one_hot_rows
@@ -116,39 +112,37 @@ class Recovered(TensorSource):
 
     def scales(self, call: MixedCall) -> list[Tensor] | None:
         """The affine variant's gamma of every segment."""
-        key = ("scales", self.name)
-        if key not in call.cache:
-            scale = self.recovery.scale(self.name)
-            with torch.no_grad():
-                call.cache[key] = None if scale is None else [scale(segment.embedding) for segment in call.segments]
-        return call.cache[key]
+        scale = self.recovery.scale(self.name)
+        if scale is None:
+            return None
+        with torch.no_grad():
+            return [scale(segment.embedding) for segment in call.segments]
 
     def factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         """`G_t` of every segment and the shared factor: the offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it
         is stored whole. Float32. ReTeX-E's inner factor is multiplied into the shared one: `A_t (B S)`.
         """
-        key = ("factors", self.name)
-        if key not in call.cache:
-            with full_precision(call.device), torch.no_grad():
-                call.cache[key] = self._factors(call)
-        return call.cache[key]
+        return call.kept(("factors", self.name), lambda: self._factors(call))
 
     def acting_factors(self, call: MixedCall, transposed: bool) -> tuple[OwnFactors, Tensor | None]:
         """The factors as they stand to the right of an input: transposed, unless the parameter itself is."""
-        key = ("acting", self.name, transposed)
-        if key not in call.cache:
-            generated, shared = self.factors(call)
-            own = OwnFactors(generated if transposed else [factor.T for factor in generated])
-            call.cache[key] = own, shared if transposed or shared is None else shared.T
-        return call.cache[key]
+        return call.kept(("acting", self.name, transposed), lambda: self._acting_factors(call, transposed))
 
+    def _acting_factors(self, call: MixedCall, transposed: bool) -> tuple[OwnFactors, Tensor | None]:
+        generated, shared = self.factors(call)
+        own = OwnFactors(generated if transposed else [factor.T for factor in generated])
+        return own, shared if transposed or shared is None else shared.T
+
+    @torch.no_grad()
     def _factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         generator = self.recovery[self.name]
-        generated = self._generated(call)
+        with full_precision(call.device):
+            generated = self._generated(call)
         if self.layout.kind == MATRIX:
             shared, inner = generator.factor("shared")[0], generator.factor("inner")
             if inner is not None:
-                shared = shared @ inner[0] if self.shared_first else inner[0] @ shared
+                with full_precision(call.device):
+                    shared = shared @ inner[0] if self.shared_first else inner[0] @ shared
             return [factor[0] for factor in generated], shared
         scalar = generator.factor("shared")  # a vector's
         if scalar is not None:

@@ -146,14 +146,12 @@ def by_row(call: MixedCall, tensor: TaskTensor, size: int, ndim: int) -> Tensor:
         if len(shape) > ndim or shape[0] != 1:
             raise MixedUnsupported(f"{described(tensor)} of shape {tuple(shape)} is combined along the rows' axis.")
         shape = shape[1:]
-    key = ("rows", tensor.source.name, size, ndim)
-    if tensor.source.name is None or key not in call.cache:
+
+    def rows() -> Tensor:
         values = torch.stack(tensor.source.values(call))[call.index(size, tensor.device)]
-        values = values.view(size, *[1] * (ndim - 1 - len(shape)), *shape)
-        if tensor.source.name is None:
-            return values
-        call.cache[key] = values
-    return call.cache[key]
+        return values.view(size, *[1] * (ndim - 1 - len(shape)), *shape)
+
+    return rows() if tensor.source.name is None else call.kept(("rows", tensor.source.name, size, ndim), rows)
 
 
 def _elementwise(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
