@@ -170,6 +170,9 @@ class ExpertRunner:
         if refusal is not None:
             return None
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        # Scores of rows that have finished are those of certain padding in groups, and the model's own in one pass.
+        if self.execution == "auto" and swappable and method == "generate" and option("return_dict_in_generate"):
+            return None
         size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
         return chooser.choose(method, kwargs, groups, splitter, size)
 

@@ -32,6 +32,7 @@ def fail(*_):
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_an_exception_in_any_group_leaves_everything_as_it_was(where, group):
     model, experts = build_retex("bert")
+    model.execution = "grouped"
     inputs = tokens(ROWS)
     expected, before = model(**inputs, task=MIXED), snapshot(model)
     expert = model._expert(TASKS[group])
