@@ -21,7 +21,7 @@ from .assignment import Assignment, Group
 from .batching import NOT_ROWS, TEXT_INPUTS, Joiner, Splitter, count_rows
 from .choice import Chooser, OnePass, find_fixed, size_of_call
 from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
-from .mixed import MixedModel, MixedUnsupported
+from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .trunk import TrunkRecord, install_replay, replaying
 
 GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())
@@ -150,15 +150,7 @@ class ExpertRunner:
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter
     ) -> OnePass | None:
         """How to run the whole batch in one pass, or None to run it group by group."""
-        swappable = find_fixed(self.model, list(self.recovery)) is None
-        chooser = Chooser(
-            self.execution,
-            self.cache,
-            cached=lambda group: self._key(group, True) in self.cache,
-            expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
-            swappable=swappable,
-            mixed=lambda: self.cache.get("mixed", self._make_mixed),
-        )
+        chooser = self._chooser()
         # Rows of different heads have different losses; and in training the batch is what a layer sees of it.
         refusal = None
         if self.model.training:
@@ -171,10 +163,32 @@ class ExpertRunner:
             return None
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         # Scores of rows that have finished are those of certain padding in groups, and the model's own in one pass.
-        if self.execution == "auto" and swappable and method == "generate" and option("return_dict_in_generate"):
+        detailed = method == "generate" and option("return_dict_in_generate")
+        if detailed and self.execution == "auto" and chooser.swappable:
             return None
         size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
         return chooser.choose(method, kwargs, groups, splitter, size)
+
+    def costs(self, method: str, kwargs: Mapping[str, Any], assignment: Assignment) -> tuple[float, float]:
+        """What `execution="auto"` expects a call to cost group by group and in one pass, in multiplications."""
+        groups, chooser = assignment.groups(), self._chooser()
+        option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
+        splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
+        mixed = chooser.mixed()
+        _, work = mixed.probe(method, kwargs, mixed.segments(groups), splitter)
+        return grouped_cost(work, size), mixed_cost(work, size)
+
+    def _chooser(self) -> Chooser:
+        swappable = find_fixed(self.model, list(self.recovery)) is None
+        return Chooser(
+            self.execution,
+            self.cache,
+            cached=lambda group: self._key(group, True) in self.cache,
+            expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
+            swappable=swappable,
+            mixed=lambda: self.cache.get("mixed", self._make_mixed),
+        )
 
     def _encoder(self) -> str | None:
         """Prefix of the parameters that `generate` runs once, in encoder-decoder models."""
