@@ -7,14 +7,13 @@ Ratios are one pass over group by group: below 1 one pass is faster. Weights are
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from routed import is_visual
-from synthetic import clip_model, images, retex_model, seconds, sentences, t5_model, task_names
+from synthetic import clip_model, images, retex_model, seconds, sentences, t5_model, task_names, timing_arguments
 
 from retex_hf import RetexModel
 from retex_hf.execution import parse_task
@@ -51,11 +50,7 @@ def compare(name: str, retex: RetexModel, method: str, inputs: Mapping[str, Any]
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = timing_arguments(__doc__, repeats=3)
     print(f"{arguments.threads} threads, {arguments.repeats} repeats\n")
     print("| | predicted | measured | right choice |")
     print("|---|---:|---:|---|", flush=True)

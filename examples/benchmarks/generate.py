@@ -8,12 +8,11 @@ The weights are random: time does not depend on them. PEFT runs the same factors
 
 from __future__ import annotations
 
-import argparse
 from copy import deepcopy
 
 import torch
 from peft import LoraConfig, get_peft_model
-from synthetic import retex_model, seconds, sentences, t5_model, task_names
+from synthetic import retex_model, seconds, sentences, t5_model, task_names, timing_arguments
 from torch import nn
 
 from retex_hf import RetexModel
@@ -42,11 +41,7 @@ def peft_model(retex: RetexModel) -> nn.Module:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = timing_arguments(__doc__)
     model = t5_model()
     references = {task: [{"input_ids": sentences(index, 64, LENGTH)}] for index, task in enumerate(TASKS)}
     retex = retex_model(model, TASKS, RANK)

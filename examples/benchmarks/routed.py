@@ -8,11 +8,10 @@ are identified, none is named. All variants take turns in one process; the table
 
 from __future__ import annotations
 
-import argparse
 from copy import copy
 
 import torch
-from synthetic import clip_model, images, retex_model, seconds, task_names
+from synthetic import clip_model, images, retex_model, seconds, task_names, timing_arguments
 
 from retex_hf import RetexModel
 
@@ -46,11 +45,7 @@ def mixed_batch(number: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = timing_arguments(__doc__)
     model = clip_model()
     few, many = mixed_batch(8), mixed_batch(50)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,6 +16,16 @@ from retex_hf.checkpoints import take_inventory
 from retex_hf.libraries import openclip
 from retex_hf.parts import RetexParts
 from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
+
+
+def timing_arguments(description: str, repeats: int = 5) -> argparse.Namespace:
+    """The command line of a benchmark that measures time; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments
 
 
 def task_names(number: int) -> list[str]:

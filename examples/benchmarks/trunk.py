@@ -19,14 +19,13 @@ from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import accuracy, accuracy_on_mixed_stream, quiet, reference_inputs
-from quickstart import TASKS, load_task, text_collate
+from common import accuracy, accuracy_on_mixed_stream, quiet
+from suites import text_suite
 from synthetic import seconds
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from retex_hf import RetexConfig, RetexModel
+from retex_hf import RetexModel
 
-RANK, BATCH, REPEATS = 64, 64, 5
+BATCH, REPEATS = 64, 5
 
 
 def main() -> None:
@@ -36,28 +35,24 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     quiet()
-    base, experts = arguments.work_dir / "base", {task: arguments.work_dir / "experts" / task for task in TASKS}
-    if not all(folder.is_dir() for folder in experts.values()):
-        sys.exit(f"{arguments.work_dir} holds no experts: run examples/quickstart.py first.")
-    tasks = [load_task(name) for name in TASKS]
-    collate = text_collate(AutoTokenizer.from_pretrained(base))
-    load = AutoModelForSequenceClassification.from_pretrained
-    individual = {task.name: accuracy(load(experts[task.name]).eval(), task, collate, task.name) for task in tasks}
-    references = {task.name: [collate(reference_inputs(task, 64))] for task in tasks}
-    rows = [task.test_inputs[i] for i in range(BATCH // len(tasks)) for task in tasks]
-    batch = collate(rows)
+    suite = text_suite(arguments.work_dir)
+    tasks, references = suite.tasks, suite.references()
+    individual = {
+        task.name: accuracy(suite.load_expert(suite.expert(task)).eval(), task, suite.collate, task.name)
+        for task in tasks
+    }
+    batch = suite.collate([task.test_inputs[i] for i in range(BATCH // len(tasks)) for task in tasks])
 
     def fitted(**options) -> RetexModel:
-        config = RetexConfig(rank=RANK, exclude=["*embeddings*"], **options)
-        model = RetexModel.from_experts(base, experts, config, progress=False)
+        model = suite.build(**options)
         model.fit_signatures(references, progress=False)
         return model
 
     def normalised(found: dict[str, float]) -> float:
         return sum(found[task.name] / individual[task.name] for task in tasks) / len(tasks)
 
-    depth = load(base).config.num_hidden_layers
     models = {"no trunk": fitted()}
+    depth = models["no trunk"].config.num_hidden_layers
     for layer in range(depth - 1):
         models[f"{layer + 1} of {depth} layers"] = fitted(shared_trunk=True, feature_layer=layer)
     models["feature_layer=auto"] = fitted(shared_trunk=True)
@@ -65,19 +60,18 @@ def main() -> None:
     print("\n| trunk | answers kept (estimate) | task given | task unknown | identified | time over static |")
     print("|---|---:|---:|---:|---:|---:|")
     with torch.inference_mode():
-        static = next(iter(models.values())).get_base_model()
+        static = models["no trunk"].get_base_model()
         calls = {name: lambda model=model: model(**batch) for name, model in models.items()}
         times = seconds({"static": lambda: static(**batch), **calls}, REPEATS)
         for name, model in tqdm(models.items(), desc="depths", unit="depth"):
             trunk = model.retex_config.trunk
-            kept = "" if trunk is None else sum(c["agreement"] for c in trunk["cost"].values()) / len(tasks)
-            given = {task.name: accuracy(partial(model, task=task.name), task, collate, None) for task in tasks}
-            stream = accuracy_on_mixed_stream(model, tasks, collate)
+            kept = "" if trunk is None else f"{sum(c['agreement'] for c in trunk['cost'].values()) / len(tasks):.3f}"
+            given = {task.name: accuracy(partial(model, task=task.name), task, suite.collate, None) for task in tasks}
+            stream = accuracy_on_mixed_stream(model, tasks, suite.collate)
             unknown = {task: found["task_unknown"] for task, found in stream.items()}
             identified = sum(found["identification"] for found in stream.values()) / len(tasks)
-            estimate = kept if kept == "" else f"{kept:.3f}"
             tqdm.write(
-                f"| {name} ({model.signatures.feature_layer}) | {estimate} | {normalised(given):.3f} | "
+                f"| {name} ({model.signatures.feature_layer}) | {kept} | {normalised(given):.3f} | "
                 f"{normalised(unknown):.3f} | {identified:.3f} | {times[name] / times['static']:.2f}x |"
             )
 
