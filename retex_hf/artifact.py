@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .checkpoints.sources import Source, open_files, weight_files
 from .config import CONFIG_NAME, RetexConfig, read_config_file
 from .errors import ArtifactError, CheckpointError, ConfigError, shorten
+from .execution import is_plain
 from .folders import check_target, move_into_place
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
@@ -387,6 +388,9 @@ def _check_fits(
     tensors = model.state_dict()
     shapes = {name: recovery[name].layout.shape for name in recovery}
     shapes |= {name: tuple(tensor.shape) for name, tensor in pretrained.items()}
+    if getattr(model, "is_quantized", False):
+        # Quantised layers keep other tensors under other names, as their library sees fit.
+        shapes = {name: shape for name, shape in shapes.items() if name in tensors and is_plain(tensors[name])}
     for name, shape in shapes.items():
         if name not in tensors:
             raise ArtifactError(f"{folder}: the merged model has no tensor {name!r}, which the recovery restores.")

@@ -33,8 +33,10 @@ def owns(model: nn.Module) -> bool:
     return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
 
 
-def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None) -> nn.Module:
+def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
     """Load an OpenCLIP folder, and remember its configuration. OpenCLIP is always strict."""
+    if options:
+        raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
     config = read_config(folder)
     try:
         model = open_clip.create_model(f"local-dir:{folder}").eval()
