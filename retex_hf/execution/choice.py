@@ -37,6 +37,10 @@ class OnePass:
     certificate: Certificate
     or_grouped: bool
 
+    def run(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Call a method on rows that are sorted by segment."""
+        return self.model.run(method, kwargs, self.segments, self.certificate)
+
 
 @dataclass
 class Chooser:

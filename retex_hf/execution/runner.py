@@ -121,30 +121,43 @@ class ExpertRunner:
         splitter.check(kwargs, len(groups))
         kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model)
         one_pass = self._choose(method, kwargs, groups, splitter) if recovered else None
-        if one_pass is not None:
-            rows = [torch.cat([group.rows for group in groups])]
-            part = kwargs if len(groups) == 1 else splitter.take(kwargs, rows[0])
-            try:
-                with replaying(record, None if len(groups) == 1 else rows[0]):
-                    output = one_pass.model.run(method, part, one_pass.segments, one_pass.certificate)
-            except MixedUnsupported:
-                # The model did something that its probe did not show.
-                if not one_pass.or_grouped:
-                    raise
-                one_pass = None
-            else:
-                width = max(self.num_labels(group.task_id) or 0 for group in groups)
-                outputs = [self._widened(output, width) if widen else output]
-        if one_pass is None:
-            rows = [group.rows for group in groups]
-            outputs = []
-            for group in groups:
-                part = kwargs if len(groups) == 1 else splitter.take(kwargs, group.rows)
-                with replaying(record, None if len(groups) == 1 else group.rows):
-                    output = call_method(self.expert(group, recovered), method, part)
-                outputs.append(self._widened(output, self.num_labels(group.task_id)) if widen else output)
+
+        def call(run: Callable[..., Any], rows: Tensor) -> Any:
+            """Call what runs some of the rows; all of them need not be taken apart."""
+            alone = len(groups) == 1
+            with replaying(record, None if alone else rows):
+                return run(method, kwargs if alone else splitter.take(kwargs, rows))
+
+        parts = None if one_pass is None else self._run_mixed(one_pass, groups, call)
+        rows, outputs = parts or self._run_grouped(groups, recovered, call)
+        if widen:
+            widths = [self.num_labels(group.task_id) or 0 for group in groups]
+            widths = [max(widths)] if parts else widths  # in one pass all rows have the width of the widest among them
+            outputs = [self._widened(output, width) for output, width in zip(outputs, widths, strict=True)]
         output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, rows).join(outputs)
         return _as_tuple(output, list(outputs[0])) if as_tuple else output
+
+    def _run_mixed(
+        self, one_pass: OnePass, groups: list[Group], call: Callable[..., Any]
+    ) -> tuple[list[Tensor], list[Any]] | None:
+        """All rows, sorted by group, and their output; None where the model did what its probe did not show."""
+        rows = torch.cat([group.rows for group in groups])
+        try:
+            return [rows], [call(one_pass.run, rows)]
+        except MixedUnsupported:
+            if not one_pass.or_grouped:
+                raise
+            return None
+
+    def _run_grouped(
+        self, groups: list[Group], recovered: bool, call: Callable[..., Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The rows of every group, and its expert's output."""
+
+        def output(group: Group) -> Any:
+            return call(lambda method, part: call_method(self.expert(group, recovered), method, part), group.rows)
+
+        return [group.rows for group in groups], [output(group) for group in groups]
 
     def _choose(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter
