@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ def full_precision(device: torch.device) -> AbstractContextManager:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-class TensorSource:
+class TensorSource(ABC):
     """`values(call)` has one tensor per segment; `name` is None for what was computed on the way."""
 
     name: str | None
@@ -32,8 +33,9 @@ class TensorSource:
         """What a probe's findings about this tensor are kept under."""
         return self.name
 
+    @abstractmethod
     def values(self, call: MixedCall) -> list[Tensor]:
-        raise NotImplementedError
+        """The value of each segment's task."""
 
 
 @dataclass
