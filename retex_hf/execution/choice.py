@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from .batching import Splitter, numbers_per_row
 from .experts import ExpertCache, is_plain, names_of
 from .mixed import Call, MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .mixed.call import Certificate, Segment
+
+logger = logging.getLogger(__name__)
 
 EXECUTIONS = ("auto", "grouped", "mixed")
 # A recovered expert that can stay in the cache will serve about this many calls.
@@ -68,6 +71,7 @@ class Chooser:
             certificate, work = mixed.probe(method, kwargs, segments, splitter)
         except MixedUnsupported as reason:
             if or_grouped:
+                logger.info("Running group by group, because %s", reason)
                 return None
             raise RetexError(f"This batch cannot run in one pass: {reason}") from None
         if or_grouped and grouped_cost(work, size) <= mixed_cost(work, size):

@@ -488,3 +488,15 @@ def test_an_unknown_execution_is_refused():
 def build_parts():
     model, _ = build_retex("bert", rank=4)
     return RetexParts(config=model.retex_config, model=model.model, recovery=model.recovery, heads={}, errors={})
+
+
+@torch.no_grad()
+def test_a_bad_batch_does_not_spoil_the_next():
+    model, _ = build_retex("bert")
+    model.execution = "mixed"
+    with pytest.raises(RetexError, match="probe"):
+        model(input_ids=torch.full((len(MIXED), 8), 10_000), task=MIXED)
+    inputs = {"input_ids": torch.randint(3, 40, (len(MIXED), 8))}
+    one_pass = model(**inputs, task=MIXED)
+    model.execution = "grouped"
+    assert_same(one_pass, model(**inputs, task=MIXED), rtol=1e-4, atol=1e-5)

@@ -85,8 +85,9 @@ class MixedModel:
                     self._probed[key] = self._probe(method, kwargs, segments, splitter)
                 except MixedUnsupported as reason:
                     self._probed[key] = reason
-                except Exception as error:  # whatever a model raises when its tensors are not what they seem
-                    self._probed[key] = MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}")
+                except Exception as error:
+                    # The model, or this batch? It is not remembered: the next batch of the kind may be a good one.
+                    raise MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}") from error
             found = self._probed[key]
         if isinstance(found, MixedUnsupported):
             raise found
