@@ -35,6 +35,7 @@ from .checkpoints import (
 from .config import RetexConfig, matches
 from .errors import ArtifactError, CheckpointError, ConfigError
 from .estimate import BuildEstimate, estimate_build
+from .expert_weights import ExpertWeights
 from .folders import check_target, workshop, workshop_of
 from .libraries import hf_transformers, library_of, openclip
 from .merged import FileTensors, MergedTensors, ModelTensors, copy_on_meta, resize_tensors
@@ -474,3 +475,23 @@ def _labels(
         if len(labels[task].get("id2label", {})) != count:
             labels[task]["id2label"] = {str(index): f"LABEL_{index}" for index in range(count)}
     return labels
+
+
+def load_expert_weights(base: Any, experts: Mapping[str, Any], config: RetexConfig | None = None) -> ExpertWeights:
+    """Base and experts in memory, checked as a build checks them. For methods that cannot go tensor by tensor."""
+    return expert_weights_of(prepare(base, experts, config or RetexConfig()))
+
+
+def expert_weights_of(blueprint: Blueprint) -> ExpertWeights:
+    """All tensors of a blueprint, in memory."""
+    experts = blueprint.experts
+    base = {name: read_finite(experts.base, name).float() for name in experts.names}
+    vectors = {
+        name: torch.stack([read_finite(expert, name).float() - base[name] for expert in experts.experts.values()])
+        for name in experts.names
+    }
+    heads = {
+        task: {name: read_finite(expert, name).float() for name in experts.heads}
+        for task, expert in experts.experts.items()
+    }
+    return ExpertWeights(blueprint.model, base, vectors, heads, blueprint.config.labels)

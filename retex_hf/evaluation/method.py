@@ -1,0 +1,131 @@
+"""What can be evaluated: anything that answers mixed batches, told the task or not."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..readout import Answer, Readout
+
+Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
+"""Turns a list of raw inputs (texts, images) into the keyword arguments of a model's forward."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Inputs of one task and their right answers: class indices, or texts for generators."""
+
+    name: str
+    inputs: Sequence[Any]
+    answers: Sequence[Answer]
+    label_names: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Answers to the rows of a batch, and the task that each row was taken for (None where a method does not say)."""
+
+    answers: list[Answer]
+    tasks: list[str] | None
+
+
+@dataclass(frozen=True)
+class Material:
+    """What methods may see before the test: the models, training inputs, and labelled validation data. Never the test.
+
+    Args:
+        base: The pre-trained model, as `RetexModel.from_experts` takes it.
+        experts: `{task: expert}`, likewise.
+        train: Training data of each task. Which method uses its inputs, and which its labels, is in the method's text.
+        validation: Held out from training; methods that select something select it on this.
+        collate: Makes batches of raw inputs.
+        readout: How models answer.
+        seed: Of everything random.
+    """
+
+    base: Any
+    experts: Mapping[str, Any]
+    train: Mapping[str, TaskData]
+    validation: Mapping[str, TaskData]
+    collate: Collate
+    readout: Readout
+    seed: int = 0
+    shared: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Costly things that several methods use alike (experts in memory, the identifier), made once."""
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self.experts)
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """Something shared between methods, made when first asked for."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    def sample(self, task: str, count: int) -> list[Any]:
+        """Training inputs of a task without labels, drawn at random; the same ones for every method."""
+        inputs = self.train[task].inputs
+        chosen = random.Random(self.seed).sample(range(len(inputs)), min(count, len(inputs)))
+        return [inputs[index] for index in chosen]
+
+
+class Method(ABC):
+    """A way of serving many tasks: made from experts by `fit`, then asked by `predict`.
+
+    Three questions are kept apart:
+
+    - task known: `predict(inputs, tasks=...)`. The true tasks are given. The method uses their heads, and their experts
+      where it keeps something per task; one that mixes by a router of its own still mixes by that.
+    - task unknown: `predict(inputs)`. Nothing is given; the method must also choose the head.
+    - oracle routing: `predict(inputs, tasks=..., oracle=True)`. The router's decision is replaced by the truth.
+    """
+
+    name: str
+    routes = False
+    """Whether there is a router, so that oracle routing means something."""
+
+    @abstractmethod
+    def fit(self, material: Material) -> None:
+        """Make everything that must exist before the first input comes."""
+
+    @abstractmethod
+    def predict(
+        self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
+    ) -> Prediction:
+        """Answer every row of a mixed batch."""
+
+    @abstractmethod
+    def storage_bytes(self) -> int:
+        """Everything that must be kept to serve all tasks, except heads: one model's body, task parts, routers."""
+
+    def state(self) -> dict[str, Any]:
+        """What `fit` found, as plain values for the report (chosen coefficients, validation scores); may be empty."""
+        return {}
+
+
+def grouped(tasks: Sequence[str]) -> dict[str, Tensor]:
+    """Row numbers of each task, in order of first appearance.
+
+    >>> from retex_hf.evaluation.method import grouped
+    >>> {task: rows.tolist() for task, rows in grouped(["a", "b", "a"]).items()}
+    {'a': [0, 2], 'b': [1]}
+    """
+    rows: dict[str, list[int]] = {}
+    for row, task in enumerate(tasks):
+        rows.setdefault(task, []).append(row)
+    return {task: torch.tensor(members) for task, members in rows.items()}
+
+
+def take_rows(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Some rows of a batch."""
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
