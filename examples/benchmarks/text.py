@@ -1,0 +1,74 @@
+"""The text suite: MiniLM, eight text classification tasks with an expert each, three tasks held out.
+
+    python examples/benchmarks/text.py --work-dir retex-text
+
+Prepares `<work>/base` and `<work>/experts/<task>`, once. A fifth of every training set is kept out of training, for
+methods that choose something on validation data. The licences of some tasks do not allow shipping them here; without
+them (see `common.data_folder`) the suite has the shipped tasks only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import quickstart
+from common import Collate, Task, Training, data_folder, quiet, split_validation, train_experts
+from quickstart import fetch_base
+from transformers import AutoTokenizer
+
+TASKS = ("agnews", "banking77", "medical_abstracts", "sms_spam", "snips", "trec", "sst2", "sick_nli")
+UNSEEN = ("subj", "tweet_emotion", "clickbait")
+
+SETTINGS = {
+    "banking77": Training(epochs=4, learning_rate=3e-4),
+    "medical_abstracts": Training(epochs=1, learning_rate=2e-4),
+    "sick_nli": Training(epochs=3, learning_rate=2e-4),
+    "trec": Training(epochs=2, learning_rate=2e-4),
+    "sst2": Training(epochs=1, learning_rate=2e-4),
+    "agnews": Training(epochs=1, learning_rate=2e-4),
+}
+OTHERS = Training(epochs=1, learning_rate=3e-4)
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """Those of the tasks whose data are here."""
+    return [name for name in names if (data_folder("text") / name).is_dir()]
+
+
+def load_task(name: str) -> Task:
+    """One text task: strings and integer labels."""
+    data = data_folder("text")
+    if not (data / name).is_dir():
+        sys.exit(f"{data / name} is missing: put the data of task {name!r} there, or name their folder by RETEX_DATA.")
+    return quickstart.load_task(name, data)
+
+
+def make_collate(base: Path) -> Collate:
+    """How texts become batches for models of this base."""
+    return quickstart.text_collate(AutoTokenizer.from_pretrained(base))
+
+
+def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
+    """Train one expert on four fifths of its training set."""
+    quickstart.fine_tune_expert(base, split_validation(task)[0], SETTINGS.get(task.name, OTHERS), folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare the text suite: the base and its experts.")
+    parser.add_argument("--work-dir", type=Path, default=Path("retex-text"), help="where base and experts are written")
+    work = parser.parse_args().work_dir
+    quiet()
+    base = work / "base"
+    if not base.exists():
+        fetch_base(base)
+    tasks = [load_task(name) for name in available(TASKS)]
+    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
+
+
+if __name__ == "__main__":
+    main()
