@@ -1,13 +1,15 @@
 """Build one ReTeX model from experts on any number of processes: exactly, or with the paper's training.
 
     accelerate launch examples/train.py --recipe examples/recipes/quickstart.yaml
-    accelerate launch --cpu --num_processes 2 examples/train.py --recipe examples/recipes/quickstart_adam.yaml
+    accelerate launch --multi_gpu --num_processes 2 examples/train.py --recipe examples/recipes/quickstart_adam.yaml
     python examples/train.py --base org/base --expert a=org/expert-a --expert b=org/expert-b --output-dir out --rank 64
 
 A recipe is a YAML file with the keys `base`, `experts`, `config` (fields of RetexConfig), `solver`, `training` (fields
 of TrainingConfig), `data`, `output_dir`, `push_to_hub`, `mixed_precision`, `gradient_accumulation_steps`, `log_with`,
 `cpu`, `analyse` (also draw spectra and error against storage). Every key and every field is also a flag; flags win.
 With `data`, signatures are fitted and the model is evaluated.
+`--multi_gpu` starts several processes on CPUs too (then with `--cpu` after the script's name, where there are GPUs that
+should not be used); `accelerate launch --cpu` starts one, whatever number is asked for.
 Paths in a recipe are relative to the current folder; models and data may be local or on the Hub.
 """
 
@@ -26,7 +28,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from common import Collate, Task, as_markdown, evaluate, quiet, reference_inputs, summarise
-from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -36,10 +37,10 @@ from transformers import (
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
 from retex_hf.analysis import analyse
+from retex_hf.evaluation import load_task as load_data
 from retex_hf.plots import save_figures
 
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels"}
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclasses.dataclass
@@ -165,30 +166,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 def load_task(name: str, source: str, label_names: list[str]) -> Task:
     """A task from a local folder with train.* and test.* files, or from the Hub (its splits `train` and `test`)."""
-    folder = Path(source)
-    if folder.is_dir():
-        files = {split: sorted(str(path) for path in folder.glob(f"{split}.*")) for split in ("train", "test")}
-        if not all(files.values()):
-            raise RetexError(f"{folder} must hold train.* and test.* files.")
-        suffixes = [suffix for suffix in Path(files["train"][0]).suffixes if suffix in LOADERS]
-        if not suffixes:
-            raise RetexError(f"{files['train'][0]} is not one of {sorted(LOADERS)}.")
-        data = load_dataset(LOADERS[suffixes[0]], data_files=files)
-    else:
-        data = load_dataset(source)
-    return _as_task(name, data, label_names)
-
-
-def _as_task(name: str, data: DatasetDict, label_names: list[str]) -> Task:
-    columns = data["train"].column_names
-    column = next((c for c in ("text", "sentence", "image", "img") if c in columns), None)
-    if column is None or "label" not in columns:
-        raise RetexError(f"The data of task {name!r} must have a text or image column and a label, not {columns}.")
-
-    def split(part: Dataset) -> tuple[list[Any], list[int]]:
-        return list(part[column]), list(part["label"])
-
-    return Task(name, label_names, *split(data["train"]), *split(data["test"]))
+    train, test = (load_data(name, source, split=split) for split in ("train", "test"))
+    return Task(name, label_names, list(train.inputs), train.answers, list(test.inputs), test.answers)
 
 
 def make_collate(folder: str, task: Task, max_length: int) -> Collate:
@@ -223,6 +202,7 @@ def run(recipe: Recipe) -> None:
     )
     if recipe.log_with:
         accelerator.init_trackers("retex", config={**recipe.config, **recipe.training})
+    accelerator.print(f"Processes: {accelerator.num_processes}.")
     config = RetexConfig(**recipe.config)
     training = TrainingConfig(**recipe.training) if recipe.solver == "adam" else None
     model = RetexModel.from_experts(

@@ -104,3 +104,13 @@ def build_from(
         base, experts, config, model_config=model_config, expert_cache=cache, progress=False
     )
     return model, experts
+
+
+def launcher(processes: int) -> list[str]:
+    """`accelerate launch` with so many processes, as arguments of Python.
+
+    With `--cpu` it starts one, whatever their number is to be. With `--multi_gpu` it starts them all, and an
+    `Accelerator(cpu=True)` (or any, without GPUs) makes them processes of the CPU.
+    """
+    kind = "--multi_gpu" if processes > 1 else "--cpu"
+    return ["-m", "accelerate.commands.launch", kind, f"--num_processes={processes}", "--main_process_port=0"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import FAMILIES, TEXT, Family
 from filelock import FileLock
-from helpers import TASKS, make_experts, perturb
+from helpers import TASKS, launcher, make_experts, perturb
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -552,8 +552,10 @@ TWO_PROCESSES = """
     folder = Path(sys.argv[1])
     experts = {task: folder / task for task in ("red", "green", "blue")}
     for number, config in enumerate([{"rank": 3}, {"rank": 3, "task_embedding_dim": 1}]):
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == 2
         model = RetexModel.from_experts(
-            folder / "base", experts, RetexConfig(**config), accelerator=Accelerator(cpu=True), progress=False,
+            folder / "base", experts, RetexConfig(**config), accelerator=accelerator, progress=False,
             output_dir=f"{sys.argv[2]}-{number}",
         )
         assert model.tasks == ["red", "green", "blue"]
@@ -565,8 +567,7 @@ def test_two_processes_build_what_one_builds(bert, tmp_path):
     script.write_text(textwrap.dedent(TWO_PROCESSES))
     done = subprocess.run(
         [
-            sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--main_process_port=0",
-            str(script), str(bert[0].parent), str(tmp_path / "two"),
+            sys.executable, *launcher(2), str(script), str(bert[0].parent), str(tmp_path / "two"),
         ],
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip

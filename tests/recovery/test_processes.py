@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import TEXT
-from helpers import make_experts, perturb
+from helpers import launcher, make_experts, perturb
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
@@ -43,16 +43,17 @@ def folders(tmp_path_factory) -> Path:
 
 def command(folders: Path, output: Path, processes: int, *flags: str) -> list[str]:
     experts = [f"--expert={task}={folders / task}" for task in ("red", "green", "blue")]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", f"--num_processes={processes}", "--main_process_port=0"]
     return [
-        sys.executable, *launch, str(SCRIPT), f"--base={folders / 'base'}", *experts, f"--output-dir={output}",
+        sys.executable, *launcher(processes), str(SCRIPT), f"--base={folders / 'base'}", *experts, f"--output-dir={output}",
         "--rank=4", "--cpu", *flags,
     ]  # fmt: skip
 
 
-def launch(*arguments) -> None:
-    done = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=300)
+def launch(folders: Path, output: Path, processes: int, *flags: str) -> None:
+    arguments = command(folders, output, processes, *flags)
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert f"Processes: {processes}." in done.stdout
 
 
 def environment() -> dict[str, str]:
