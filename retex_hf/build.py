@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import artifact
+from .calibration import Calibration, CalibrationData, read_calibration
 from .checkpoints import (
     Checkpoint,
     ExpertSet,
@@ -39,13 +41,14 @@ from .expert_weights import ExpertWeights
 from .folders import check_target, workshop, workshop_of
 from .libraries import hf_transformers, library_of, openclip
 from .merged import FileTensors, MergedTensors, ModelTensors, copy_on_meta, resize_tensors
-from .merging import Merger, get_merger, merge_methods
+from .merging import Merger, check_calibration, get_merger, learn_options, merge_methods, options_to_learn
 from .parts import RetexParts
+from .readout import Classifier, Readout
 from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
 from .recovery.processes import run_dealt
 from .store import FolderStore, MemoryStore, Store, tensor_bytes
 
-MERGING = "Merging"
+MERGING, LEARNING = "Merging", "Learning the merge"
 SOLVERS = ("closed_form", "adam")
 
 
@@ -86,7 +89,11 @@ class Blueprint:
     def estimate(self) -> BuildEstimate:
         """What building to disk will need."""
         size = sum(tensor_bytes(info) for source in self.sources.values() for info in source.infos.values())
-        return estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size)
+        vectors = 0
+        if _merge_checkpoint(self.config) is None and options_to_learn(*_merge_method(self.config)):
+            # The experts' own, and trimmed copies of them.
+            vectors = 2 * len(self.sources)
+        return estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
 
     def identity(self) -> dict[str, Any]:
         """What the result depends on; an interrupted build of another identity is not continued."""
@@ -145,15 +152,22 @@ def build(
     *,
     solver: str = "closed_form",
     training: TrainingConfig | None = None,
+    calibration: Mapping[str, Iterable[Any]] | None = None,
+    readout: Readout | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
     **prepare_options: Any,
 ) -> RetexParts:
     """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`."""
     _check_solver(solver, training)
+    _check_calibration(config, calibration, readout)
     blueprint = prepare(base, experts, config, **prepare_options)
+    store = MemoryStore()
+    if calibration is not None:
+        data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
+        blueprint = _learn_merge(blueprint, data, lambda: blueprint, store, accelerator, progress)
     merged = ModelTensors(blueprint.model, blueprint.inventory)
-    return _construct(blueprint, merged, MemoryStore(), solver, training, accelerator, progress)
+    return _construct(blueprint, merged, store, solver, training, accelerator, progress)
 
 
 def build_folder(
@@ -164,6 +178,8 @@ def build_folder(
     *,
     solver: str = "closed_form",
     training: TrainingConfig | None = None,
+    calibration: Mapping[str, Iterable[Any]] | None = None,
+    readout: Readout | None = None,
     accelerator: Accelerator | None = None,
     max_shard_size: str | int = "5GB",
     resume: bool = True,
@@ -175,9 +191,10 @@ def build_folder(
     The folder is the one that building in memory and saving would give, tensor by tensor. Memory does not grow with the
     model's depth, but with its largest tensor. It is built beside `output_dir` and moved into place at the end. Killed
     and started again, the build continues (unless `resume` is False, or something it depends on has changed).
-    `solver="adam"` trains in memory, and saves.
+    `solver="adam"` trains in memory, and saves. A merge that is learned from data is learned in memory, once.
     """
     _check_solver(solver, training)
+    _check_calibration(config, calibration, readout)
     target = check_target(Path(output_dir))
     main = accelerator is None or accelerator.is_main_process
     if solver == "adam":
@@ -187,6 +204,8 @@ def build_folder(
             config,
             solver=solver,
             training=training,
+            calibration=calibration,
+            readout=readout,
             accelerator=accelerator,
             progress=progress,
             **prepare_options,
@@ -204,10 +223,21 @@ def build_folder(
         if progress:
             tqdm.write(f"Building {target.name}: {estimate}")
     identity = blueprint.identity() | {"stems": stems}
+    data = None
+    if calibration is not None:
+        data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
+        identity["calibration"] = data.fingerprint()
     with workshop(target, identity, resume, accelerator) as place:
         folder = place / "artifact"
         folder.mkdir(exist_ok=True)
         store = FolderStore(folder, place, stems, accelerator)
+        if data is not None:
+            # Learning runs the model, so it needs one that is not on the meta device.
+            def loaded() -> Blueprint:
+                return prepare(base, experts, config, **prepare_options)
+
+            blueprint = _learn_merge(blueprint, data, loaded, store, accelerator, progress)
+            store.sync()  # learning may have taken long
         merged = FileTensors(blueprint.model, blueprint.library, blueprint.inventory, store)
         parts = _construct(blueprint, merged, store, solver, training, accelerator, progress)
         store.sync()
@@ -222,6 +252,43 @@ def _check_solver(solver: str, training: TrainingConfig | None) -> None:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
+
+
+def _check_calibration(
+    config: RetexConfig, calibration: Mapping[str, Iterable[Any]] | None, readout: Readout | None
+) -> None:
+    if readout is not None and calibration is None:
+        raise ConfigError("readout= says how to read answers to calibration=, which is not given.")
+    if _merge_checkpoint(config) is None:
+        check_calibration(*_merge_method(config), calibration is not None)
+    elif calibration is not None:
+        raise ConfigError(
+            f"calibration= is for merge methods that learn from data; {config.merge!r} is merged already."
+        )
+
+
+def _learn_merge(
+    blueprint: Blueprint,
+    data: CalibrationData,
+    loaded: Callable[[], Blueprint],
+    store: Store,
+    accelerator: Accelerator | None,
+    progress: bool,
+) -> Blueprint:
+    """The blueprint with the options of its merge found from data, by the main process or by an interrupted build.
+
+    `loaded` gives the same blueprint around a model that can run.
+    """
+    method, options = _merge_method(blueprint.config)
+    found = store.finished(LEARNING).get(method)
+    if found is None and (accelerator is None or accelerator.is_main_process):
+        weights = expert_weights_of(loaded())
+        found = learn_options(method, options, Calibration(weights, data.readout, data.batches, progress))
+        store.record(LEARNING, method, found)
+    if accelerator is not None:
+        found = broadcast_object_list([found])[0]
+    config = dataclasses.replace(blueprint.config, merge={"method": method, **found})
+    return dataclasses.replace(blueprint, config=config)
 
 
 def _check_disk(estimate: BuildEstimate, target: Path) -> None:
@@ -429,11 +496,8 @@ def _open_experts(
 
 def _open_merger(blueprint: Blueprint) -> Merger:
     config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
-    if isinstance(config.merge, dict):
-        method_options = {key: value for key, value in config.merge.items() if key != "method"}
-        return get_merger(config.merge["method"], method_options, experts)
     if _merge_checkpoint(config) is None:
-        return get_merger(config.merge, {}, experts)
+        return get_merger(*_merge_method(config), experts)
     source = open_source(config.merge, "the merged checkpoint", **blueprint.options)
     merged = Checkpoint.from_entries(source.label, blueprint.library.align(blueprint.model, source)[0], inventory)
     for name in experts.names:
@@ -452,6 +516,13 @@ def _merge_checkpoint(config: RetexConfig) -> str | None:
     if isinstance(merge, dict) or merge in merge_methods():
         return None
     return merge if "/" in merge or ":" in merge or Path(merge).exists() else None
+
+
+def _merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
+    """Name and options of a merge that is a method."""
+    if not isinstance(config.merge, dict):
+        return config.merge, {}
+    return config.merge["method"], {key: value for key, value in config.merge.items() if key != "method"}
 
 
 def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:

@@ -43,8 +43,10 @@ class RetexConfig:
             most energy per stored number.
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
             generator rows.
-        merge: How experts become one model: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`), the
-            same with options (`{"method": "ties", "density": 0.2}`), or the path or Hub id of a finished merge.
+        merge: How experts become one model: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
+            `"consensus"`, `"adamerging"`), the same with options (`{"method": "ties", "density": 0.2}`), or the path or
+            Hub id of a finished merge. The last two methods learn from data (`from_experts(..., calibration=...)`);
+            what they found is then among the options.
         recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
             task and layer.
         recovery_dtype: How the factors are stored: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale

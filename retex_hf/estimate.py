@@ -19,6 +19,8 @@ TENSORS_PER_EXPERT, FURTHER_TENSORS = 1, 4
 TENSORS_PER_MIXED_EXPERT, TENSORS_PER_AFFINE_EXPERT = 3, 5
 # Float64 matrices of the size of a Gram matrix that its decomposition takes.
 GRAM_MATRICES = 4
+# Float32 models that learning a merge holds besides the task vectors: base, merged, gradients, and one to run.
+LEARNING_MODELS = 4
 # Libraries' own buffers, and what the allocator holds back.
 FIXED_MEMORY = 100_000_000
 
@@ -27,7 +29,8 @@ FIXED_MEMORY = 100_000_000
 class BuildEstimate:
     """Needs of a build that writes to disk, in bytes.
 
-    `memory` is what the parameter that takes most needs, besides the program itself. `disk` is an upper bound: tensors
+    `memory` is what the parameter that takes most needs, besides the program itself; a merge that is learned from data
+    needs all experts at once (and room for a batch, which is not counted). `disk` is an upper bound: tensors
     that all experts share store no recovery, which is known only when they have been read.
     """
 
@@ -50,6 +53,7 @@ def estimate_build(
     heads: Mapping[str, Mapping[str, TensorInfo]],
     convolutions: frozenset[str],
     experts: int,
+    learned_vectors: int = 0,
 ) -> BuildEstimate:
     """The needs of a build.
 
@@ -59,6 +63,7 @@ def estimate_build(
         heads: Per task, the tensors it keeps whole.
         convolutions: Which tensors are weights of convolutions.
         experts: Bytes that the experts take.
+        learned_vectors: Task vectors to be in memory while the merge is learned; 0 where it is not.
     """
     tasks = len(heads)
     own = set(next(iter(heads.values())))
@@ -71,7 +76,10 @@ def estimate_build(
         tasks=tasks,
         parameters=sum(prod(info.shape) for info in infos.values()),
         experts=experts,
-        memory=_memory(config, {name: info.shape for name, info in body.items()}, tasks, convolutions),
+        memory=max(
+            _memory(config, {name: info.shape for name, info in body.items()}, tasks, convolutions),
+            _learning_memory(body, learned_vectors),
+        ),
         disk=model + kept + pretrained + _recovery_bytes(config, recovered, body, tasks, convolutions),
     )
 
@@ -94,6 +102,12 @@ def _memory(
         side = min(columns, tasks * rows)
         needs.append(tensors * 4 * prod(layout.shape) + GRAM_MATRICES * 8 * side**2)
     return max(needs) + FIXED_MEMORY
+
+
+def _learning_memory(body: Mapping[str, TensorInfo], vectors: int) -> int:
+    if vectors == 0:
+        return 0
+    return (vectors + LEARNING_MODELS) * 4 * sum(prod(info.shape) for info in body.values()) + FIXED_MEMORY
 
 
 def _recovery_bytes(

@@ -38,8 +38,9 @@ from .execution import (
     task_index,
     trunk_cost,
 )
-from .libraries import library_of
+from .libraries import as_inputs, library_of
 from .parts import RetexParts
+from .readout import Readout
 from .recovery import TrainingConfig
 from .routing import (
     FeatureExtractor,
@@ -120,6 +121,8 @@ class RetexModel(nn.Module):
         *,
         solver: str = "closed_form",
         training: TrainingConfig | None = None,
+        calibration: Mapping[str, Iterable[Any]] | None = None,
+        readout: Readout | None = None,
         accelerator: Accelerator | None = None,
         model_config: str | dict[str, Any] | None = None,
         check_base: bool = True,
@@ -146,6 +149,11 @@ class RetexModel(nn.Module):
             config: Defaults to `RetexConfig()`.
             solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
             training: Settings of `"adam"`.
+            calibration: `{task: batches}` for merges that learn from data, batches as in [`fit_signatures`]. Labels
+                (`"labels"`, one answer per row) are needed where the merge chooses by accuracy (`"consensus"`), and not
+                looked at otherwise (`"adamerging"`). All experts are held in memory meanwhile. What was found is in
+                `retex_config.merge`.
+            readout: With `calibration`: how the experts answer. Default: `Classifier()`, the model's own `logits`.
             accelerator: An `accelerate.Accelerator`: the work is shared among its processes, which must all make this
                 call. The exact result does not depend on their number.
             model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict.
@@ -164,6 +172,8 @@ class RetexModel(nn.Module):
         options = {
             "solver": solver,
             "training": training,
+            "calibration": calibration,
+            "readout": readout,
             "accelerator": accelerator,
             "model_config": model_config,
             "check_base": check_base,
@@ -301,7 +311,7 @@ class RetexModel(nn.Module):
         if missing:
             raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
         layers = resolve_feature_layers(self.model, self.retex_config)
-        batches = {task: map(self._as_kwargs, as_batches(references[task])) for task in self.tasks}
+        batches = {task: map(partial(as_inputs, self.model), as_batches(references[task])) for task in self.tasks}
         seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
         self.signatures, accuracies = fit_signatures(
             self._extractor(layers),
@@ -341,14 +351,7 @@ class RetexModel(nn.Module):
     def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
         if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):
             raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
-        return map(self._as_kwargs, as_batches(batches))
-
-    def _as_kwargs(self, batch: Any) -> dict[str, Any]:
-        if isinstance(batch, Tensor):
-            return {library_of(self.model).row_inputs(self.model)[0]: batch}
-        if not isinstance(batch, Mapping):
-            raise InputError(f"A batch must be a dict of keyword arguments or a tensor, not a {type(batch).__name__}.")
-        return dict(batch)
+        return map(partial(as_inputs, self.model), as_batches(batches))
 
     def _extractor(self, layers: list[str]) -> FeatureExtractor:
         pretrained = self.pretrained.as_dict(["base"])["base"]
@@ -362,7 +365,7 @@ class RetexModel(nn.Module):
     def identify(self, *args: Any, **inputs: Any) -> Routing:
         """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
         if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
-            return self._identify(self._as_kwargs(args[0]))[0]
+            return self._identify(as_inputs(self.model, args[0]))[0]
         return self._identify(self._bind("forward", args, inputs))[0]
 
     def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:

@@ -1,6 +1,24 @@
 """From many experts to one model, tensor by tensor. `register_merge` adds a method."""
 
-from . import methods  # noqa: F401  (registers the built-in methods)
-from .registry import Merger, TaskTensors, get_merger, merge_methods, register_merge
+from . import adamerging, consensus, methods  # noqa: F401  (registers the built-in methods)
+from .registry import (
+    Merger,
+    TaskTensors,
+    check_calibration,
+    get_merger,
+    learn_options,
+    merge_methods,
+    options_to_learn,
+    register_merge,
+)
 
-__all__ = ["Merger", "TaskTensors", "get_merger", "merge_methods", "register_merge"]
+__all__ = [
+    "Merger",
+    "TaskTensors",
+    "check_calibration",
+    "get_merger",
+    "learn_options",
+    "merge_methods",
+    "options_to_learn",
+    "register_merge",
+]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from math import inf, isfinite
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .options import check_density, check_number
 from .registry import Merger, TaskTensors, register_merge
-from .threshold import CHUNK, magnitude_thresholds
+from .threshold import CHUNK, magnitude_thresholds, trimming_bounds, vector_thresholds
 
 
 @register_merge("average")
@@ -25,7 +21,7 @@ def average(base: Tensor, experts: list[Tensor]) -> Tensor:
 @register_merge("task_arithmetic")
 def task_arithmetic(base: Tensor, experts: list[Tensor], *, scale: float = 0.3) -> Tensor:
     """The base plus `scale` times the sum of the task vectors `W_t - W_0`."""
-    _check_number("scale", scale)
+    check_number("scale", scale)
     base = base.float()
     return base + scale * sum(expert.float() - base for expert in experts)
 
@@ -36,24 +32,12 @@ def ties(tensors: TaskTensors, *, density: float = 0.2, scale: float = 1.0, trim
 
     `trim="vector"` keeps the top `density` of a whole task vector (the TIES paper), `"tensor"` of each tensor.
     """
-    _check_number("scale", scale)
-    _check_number("density", density)
-    if not 0 < density <= 1:
-        raise ConfigError(f"RetexConfig.merge: density must be in (0, 1], not {density!r}.")
+    check_number("scale", scale)
+    check_density(density)
     if trim not in ("vector", "tensor"):
         raise ConfigError(f'RetexConfig.merge: trim must be "vector" or "tensor", not {trim!r}.')
 
-    thresholds = None
-    if trim == "vector":
-
-        def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-            for name in tensors.names:
-                base = tensors.read_base(name)
-                for number in wanted:
-                    yield number, tensors.read_expert(tensors.tasks[number], name), base
-
-        size = sum(tensors.read_base(name).numel() for name in tensors.names)
-        thresholds = magnitude_thresholds(read, len(tensors.tasks), size, density)
+    thresholds = vector_thresholds(tensors, density) if trim == "vector" else None
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
         limits = thresholds or magnitude_thresholds(
@@ -64,11 +48,6 @@ def ties(tensors: TaskTensors, *, density: float = 0.2, scale: float = 1.0, trim
     return merge
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise ConfigError(f"RetexConfig.merge: {name} must be a number, not {value!r}.")
-
-
 def _merge_trimmed(base: Tensor, experts: list[Tensor], limits: list[float], scale: float) -> Tensor:
     """`base + scale * mean` of the entries that reach their task's limit and agree with the elected sign.
 
@@ -76,8 +55,7 @@ def _merge_trimmed(base: Tensor, experts: list[Tensor], limits: list[float], sca
     """
     merged = torch.empty(base.numel())
     flat_base, flat_experts = base.reshape(-1), [expert.reshape(-1) for expert in experts]
-    # `hardshrink` keeps what is above its bound, and a limit itself is to be kept; below zero it keeps everything.
-    bounds = np.nextafter(np.float32(limits), np.float32(-inf)).tolist()
+    bounds = trimming_bounds(limits)
     for start in range(0, len(merged), CHUNK):
         part = slice(start, start + CHUNK)
         origin = flat_base[part].float()

@@ -8,17 +8,48 @@ A simple method is a function of one parameter's tensors::
 
 A method that must see all tensors first is registered with `prepare=True`: it gets the tensors as a `TaskTensors`, may
 read them as often as it likes, and returns such a function of `(name, base, experts)`.
+
+A method that learns from data leaves what it learns as options whose default is `"auto"`, and names the function that
+finds them. That one gets a `retex_hf.calibration.Calibration` (experts in memory, batches, how to read answers) and
+those options that it names, and returns values that JSON can hold::
+
+    def best_pull(calibration, *, candidates=(0.3, 0.6, 1.0)):
+        weights = calibration.weights
+
+        def score(pull):
+            body = weights.body(torch.full((len(weights.tasks),), pull / len(weights.tasks)))
+            return sum(calibration.accuracy(body, task) for task in weights.tasks)
+
+        return {"pull": max(candidates, key=score)}
+
+
+    @register_merge("chosen midpoint", calibrate=best_pull)
+    def chosen_midpoint(base, experts, *, pull="auto"):
+        return base + pull * (torch.stack(experts).mean(0) - base)
+
+
+    RetexModel.from_experts(base, experts, RetexConfig(merge="chosen midpoint"), calibration={"task": batches, ...})
+
+What was found takes the place of `"auto"` in the configuration, beside the options it was found with. So merging itself
+is a function of tensors and plain numbers, and the saved configuration says what was merged.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+
+AUTO = "auto"
 
 
 class TaskTensors(Protocol):
@@ -34,14 +65,35 @@ class TaskTensors(Protocol):
 
 Merger = Callable[[str, Tensor, list[Tensor]], Tensor]
 
-_METHODS: dict[str, tuple[Callable, bool]] = {}
+
+@dataclass(frozen=True)
+class _Method:
+    function: Callable
+    prepare: bool
+    calibrate: Callable[..., dict[str, Any]] | None
+
+    def own(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options that merging itself takes; others say how some of these were found."""
+        own = _keyword_options(self.function)
+        return {name: value for name, value in options.items() if name in own}
 
 
-def register_merge(name: str, *, prepare: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator that adds a merge method under a name for `RetexConfig(merge=name)`."""
+_METHODS: dict[str, _Method] = {}
+
+
+def register_merge(
+    name: str, *, prepare: bool = False, calibrate: Callable[..., dict[str, Any]] | None = None
+) -> Callable[[Callable], Callable]:
+    """Decorator that adds a merge method under a name for `RetexConfig(merge=name)`.
+
+    Args:
+        name: Of the method.
+        prepare: The function gets a `TaskTensors` and returns the merger.
+        calibrate: `calibrate(calibration, **options)` finds the options that are `"auto"` from data.
+    """
 
     def decorate(function: Callable) -> Callable:
-        _METHODS[name] = (function, prepare)
+        _METHODS[name] = _Method(function, prepare, calibrate)
         return function
 
     return decorate
@@ -52,25 +104,47 @@ def merge_methods() -> list[str]:
     return sorted(_METHODS)
 
 
+def options_to_learn(name: str, options: dict[str, Any]) -> list[str]:
+    """Options of a method that are to be found from data: those that are `"auto"`."""
+    method = _find(name, options)
+    if method.calibrate is None:
+        return []
+    values = method.own({**_keyword_options(method.function), **options})
+    return [option for option, value in values.items() if isinstance(value, str) and value == AUTO]
+
+
+def learns(name: str) -> bool:
+    """Whether a method can find options from data."""
+    return _find(name, {}).calibrate is not None
+
+
+def learn_options(name: str, options: dict[str, Any], calibration: Calibration) -> dict[str, Any]:
+    """All options of a method, with those that were `"auto"` found from data."""
+    method = _find(name, options)
+    wanted = options_to_learn(name, options)
+    taken = _keyword_options(method.calibrate)
+    # An option of both has one default, the merge's.
+    values = {**taken, **_keyword_options(method.function), **options}
+    found = method.calibrate(calibration, **{option: values[option] for option in taken})
+    missing = [option for option in wanted if found.get(option, AUTO) == AUTO]
+    if missing:
+        raise ConfigError(f"Merge method {name!r} must find {missing[0]!r} from its calibration data, but did not.")
+    # As it will be read back from a file.
+    return json.loads(json.dumps({**values, **{option: found[option] for option in wanted}}))
+
+
 def get_merger(name: str, options: dict[str, Any], tensors: TaskTensors) -> Merger:
     """Look up a method, check its options, run its preparation; returns `merger(name, base, experts) -> tensor`."""
-    if name not in _METHODS:
-        raise ConfigError(f"RetexConfig.merge must be one of {merge_methods()} or a checkpoint, not {name!r}.")
-    function, prepare = _METHODS[name]
-    allowed = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    unknown = sorted(set(options) - set(allowed))
-    if unknown:
-        raise ConfigError(f"RetexConfig.merge: method {name!r} has no option {unknown[0]!r}; it takes {allowed}.")
-    if prepare:
-        merge = function(tensors, **options)
+    method = _find(name, options)
+    if open_options := options_to_learn(name, options):
+        raise ConfigError(_needs_data(name, open_options))
+    own = method.own(options)
+    if method.prepare:
+        merge = method.function(tensors, **own)
     else:
 
         def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
-            return function(base, experts, **options)
+            return method.function(base, experts, **own)
 
     def checked(parameter: str, base: Tensor, experts: list[Tensor]) -> Tensor:
         merged = merge(parameter, base, experts)
@@ -83,3 +157,43 @@ def get_merger(name: str, options: dict[str, Any], tensors: TaskTensors) -> Merg
         return merged
 
     return checked
+
+
+def check_calibration(name: str, options: dict[str, Any], given: bool) -> None:
+    """Refuse data that would not be used, and a method without the data it needs."""
+    wanted = options_to_learn(name, options)
+    if wanted and not given:
+        raise ConfigError(_needs_data(name, wanted))
+    if given and not learns(name):
+        raise ConfigError(f"calibration= is for merge methods that learn from data; {name!r} does not.")
+    if given and not wanted:
+        raise ConfigError(f'calibration= has nothing to find: no option of {name!r} in RetexConfig.merge is "auto".')
+
+
+def _needs_data(name: str, wanted: list[str]) -> str:
+    return (
+        f"Merge method {name!r} finds {' and '.join(wanted)} from data: pass calibration={{task: batches}} to "
+        "from_experts, or give the values in RetexConfig.merge."
+    )
+
+
+def _find(name: str, options: dict[str, Any]) -> _Method:
+    if name not in _METHODS:
+        raise ConfigError(f"RetexConfig.merge must be one of {merge_methods()} or a checkpoint, not {name!r}.")
+    method = _METHODS[name]
+    allowed = list(_keyword_options(method.function))
+    if method.calibrate is not None:
+        allowed += [option for option in _keyword_options(method.calibrate) if option not in allowed]
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise ConfigError(f"RetexConfig.merge: method {name!r} has no option {unknown[0]!r}; it takes {allowed}.")
+    return method
+
+
+def _keyword_options(function: Callable) -> dict[str, Any]:
+    """Keyword-only parameters and their defaults."""
+    return {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }

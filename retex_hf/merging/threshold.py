@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .registry import TaskTensors
 
 # `read(wanted)` yields `(v, expert, base)` for all tensors of the task vectors numbered in `wanted`, tensor by tensor.
 Read = Callable[[Collection[int]], Iterable[tuple[int, Tensor, Tensor]]]
@@ -45,6 +48,27 @@ def magnitude_thresholds(read: Read, num_vectors: int, size: int, density: float
         for number in wanted:
             searches[number].narrow()
     return [np.int32(search.first).view(np.float32).item() for search in searches]
+
+
+def vector_thresholds(tensors: TaskTensors, density: float) -> list[float]:
+    """The magnitude that the largest entries of each whole task vector reach."""
+
+    def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for name in tensors.names:
+            base = tensors.read_base(name)
+            for number in wanted:
+                yield number, tensors.read_expert(tensors.tasks[number], name), base
+
+    size = sum(tensors.read_base(name).numel() for name in tensors.names)
+    return magnitude_thresholds(read, len(tensors.tasks), size, density)
+
+
+def trimming_bounds(limits: list[float]) -> list[float]:
+    """Bounds with which `hardshrink` keeps the entries that reach a limit.
+
+    It keeps what is above its bound, and a limit itself is to be kept; below zero it keeps everything.
+    """
+    return np.nextafter(np.float32(limits), np.float32(-inf)).tolist()
 
 
 @dataclass

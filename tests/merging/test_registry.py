@@ -33,7 +33,7 @@ def merged(bert, merge) -> dict[str, torch.Tensor]:
 
 
 def test_built_in_methods():
-    assert merge_methods() == ["average", "task_arithmetic", "ties"]
+    assert merge_methods() == ["adamerging", "average", "consensus", "task_arithmetic", "ties"]
 
 
 def test_a_function_of_one_parameter(bert):
@@ -71,7 +71,7 @@ def test_a_function_that_sees_everything_first(bert):
 
 
 def test_unknown_method_lists_the_known_ones(bert):
-    with pytest.raises(ConfigError, match=r"must be one of \['average', 'task_arithmetic', 'ties'\].*not 'averge'"):
+    with pytest.raises(ConfigError, match=r"must be one of \['adamerging', 'average',.*not 'averge'"):
         merged(bert, {"method": "averge"})
 
 

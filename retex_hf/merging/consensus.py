@@ -1,0 +1,110 @@
+"""Consensus task arithmetic: add up the task vectors, and keep what matters to at least two tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..errors import ConfigError, InputError
+from .options import check_number
+from .registry import AUTO, Merger, TaskTensors, register_merge
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6)
+SCALES = tuple(step / 10 for step in range(1, 11))
+AGREEING_TASKS = 2
+
+
+def tall_mask(vector: Tensor, total: Tensor, threshold: float) -> Tensor:
+    """Where a task vector weighs more than `threshold` times the sum of the others: `|tau_t| > l |tau_MT - tau_t|`."""
+    return vector.abs() > threshold * (total - vector).abs()
+
+
+def consensus_vector(vectors: Sequence[Tensor] | Tensor, thresholds: Sequence[float]) -> Tensor:
+    """The sum of task vectors where at least two of them claim the entry, and zero elsewhere."""
+    total = sum(vectors)
+    claims = torch.zeros(total.shape, dtype=torch.int16)
+    for vector, threshold in zip(vectors, thresholds, strict=True):
+        claims += tall_mask(vector, total, threshold)
+    return total * (claims >= AGREEING_TASKS)
+
+
+def choose_by_accuracy(
+    calibration: Calibration, *, thresholds: float | dict[str, float] | str = AUTO, scale: float | str = AUTO
+) -> dict[str, Any]:
+    """Thresholds and scale by validation accuracy; where several do equally well, the smallest.
+
+    A task's threshold is the one with which its own mask on the summed vector (`theta_0 + m_t tau_MT`) serves it best;
+    the scale is the one with the best mean over tasks of accuracy over the expert's accuracy.
+    """
+    weights, tasks = calibration.weights, calibration.weights.tasks
+    rounds = len(tasks) * ((len(THRESHOLDS) if thresholds == AUTO else 0) + (len(SCALES) + 1 if scale == AUTO else 0))
+    with tqdm(total=rounds, desc="Choosing by accuracy", unit="run", disable=not calibration.progress) as bar:
+
+        def accuracy(body: Mapping[str, Tensor], task: str) -> float:
+            bar.update()
+            return calibration.accuracy(body, task)
+
+        if thresholds == AUTO:
+            totals = {name: vectors.sum(0) for name, vectors in weights.vectors.items()}
+
+            def masked(index: int, threshold: float) -> dict[str, Tensor]:
+                masks = {n: tall_mask(v[index], totals[n], threshold) for n, v in weights.vectors.items()}
+                return {name: base + masks[name] * totals[name] for name, base in weights.base.items()}
+
+            thresholds = {
+                task: max(THRESHOLDS, key=lambda threshold, i=i, task=task: accuracy(masked(i, threshold), task))
+                for i, task in enumerate(tasks)
+            }
+        if scale == AUTO:
+            limits = _per_task(thresholds, tasks)
+            agreed = {name: consensus_vector(vectors, limits) for name, vectors in weights.vectors.items()}
+            best = {task: accuracy(weights.expert_body(task), task) for task in tasks}
+            hopeless = [task for task in tasks if best[task] == 0]
+            if hopeless:
+                raise InputError(
+                    f"Task {hopeless[0]!r}: its expert answers no calibration row rightly; check the labels."
+                )
+
+            def normalised(scale: float) -> float:
+                body = {name: base + scale * agreed[name] for name, base in weights.base.items()}
+                return sum(accuracy(body, task) / best[task] for task in tasks)
+
+            scale = max(SCALES, key=normalised)
+    return {"thresholds": thresholds, "scale": scale}
+
+
+@register_merge("consensus", prepare=True, calibrate=choose_by_accuracy)
+def consensus(
+    tensors: TaskTensors, *, thresholds: float | dict[str, float] | str = AUTO, scale: float | str = AUTO
+) -> Merger:
+    """The base plus `scale` times the sum of the task vectors, where at least two tasks claim an entry.
+
+    A task claims the entries in which `|tau_t| > threshold * |sum of the other task vectors|`; `thresholds` is one
+    number, or one per task. Both options are chosen by accuracy on labelled `calibration` batches unless given.
+    """
+    check_number("scale", scale)
+    limits = _per_task(thresholds, tensors.tasks)
+
+    def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
+        base = base.float()
+        return base + scale * consensus_vector([expert.float() - base for expert in experts], limits)
+
+    return merge
+
+
+def _per_task(thresholds: float | dict[str, float], tasks: Sequence[str]) -> list[float]:
+    values = thresholds if isinstance(thresholds, dict) else dict.fromkeys(tasks, thresholds)
+    if set(values) != set(tasks):
+        raise ConfigError(
+            f"RetexConfig.merge: thresholds must have one number per task {list(tasks)}, not {list(values)}."
+        )
+    for value in values.values():
+        check_number("thresholds", value)
+    return [values[task] for task in tasks]
