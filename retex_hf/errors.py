@@ -25,6 +25,10 @@ class InputError(RetexError, ValueError):
     """A batch cannot be routed or split by task."""
 
 
+class EvaluationError(RetexError, ValueError):
+    """Data cannot be evaluated on, or a method answers what was not asked."""
+
+
 def first_line(error: Exception) -> str:
     """What another library's exception says, short enough for one sentence of ours."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -45,6 +45,14 @@ class ExpertWeights:
         """A runnable model: this body under the head of a task. Tensors are used as they are, gradients and all."""
         return copy_with(self.model, {**body, **self.heads[task]}).eval()
 
+    def body_bytes(self) -> int:
+        """Bytes of one expert's body, as wide as the model stores its tensors."""
+        return sum(base.numel() * self.element_size(name) for name, base in self.base.items())
+
+    def element_size(self, name: str) -> int:
+        """Bytes of one number of a tensor, as the model stores it."""
+        return self.model.state_dict()[name].element_size()
+
     def numbers(self) -> int:
         """How many numbers one expert's body holds."""
         return sum(base.numel() for base in self.base.values())

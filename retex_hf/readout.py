@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .execution import attach_routing
+
 Answer = int | str
 Model = Callable[..., Any]
 
@@ -90,7 +92,8 @@ class Generator(Readout):
         generated = model.generate(**inputs, **self.options, **options)
         if model.config.is_encoder_decoder:
             return generated
-        return generated[:, inputs["input_ids"].shape[1] :]
+        answered = generated[:, inputs["input_ids"].shape[1] :]
+        return attach_routing(answered, getattr(generated, "routing", None))
 
     def answers(self, output: Any, tasks: Sequence[str]) -> list[Answer]:
         return [text.strip() for text in self.tokenizer.batch_decode(output, skip_special_tokens=True)]

@@ -1,5 +1,21 @@
 """Honest evaluation of anything that serves many tasks: mixed streams, three questions, no head given away."""
 
 from .method import Collate, Material, Method, Prediction, TaskData
+from .metrics import metric_path
+from .report import Report
+from .run import Evaluation, TaskScore, evaluate
+from .tasks import load_task
 
-__all__ = ["Collate", "Material", "Method", "Prediction", "TaskData"]
+__all__ = [
+    "Collate",
+    "Evaluation",
+    "Material",
+    "Method",
+    "Prediction",
+    "Report",
+    "TaskData",
+    "TaskScore",
+    "evaluate",
+    "load_task",
+    "metric_path",
+]

@@ -78,6 +78,11 @@ class Material:
         chosen = random.Random(self.seed).sample(range(len(inputs)), min(count, len(inputs)))
         return [inputs[index] for index in chosen]
 
+    def references(self, task: str, count: int, batch_size: int = 64) -> list[dict[str, Tensor]]:
+        """What `sample` draws, in batches."""
+        inputs = self.sample(task, count)
+        return [self.collate(inputs[start : start + batch_size]) for start in range(0, len(inputs), batch_size)]
+
 
 class Method(ABC):
     """A way of serving many tasks: made from experts by `fit`, then asked by `predict`.
@@ -91,6 +96,8 @@ class Method(ABC):
     """
 
     name: str
+    modes: tuple[str, ...] = ("known", "unknown")
+    """Which of the first two questions a method answers: one without any router cannot be asked the second."""
     routes = False
     """Whether there is a router, so that oracle routing means something."""
 

@@ -1,0 +1,198 @@
+"""The figures of a report: means, ratios, spreads and intervals of methods that were asked the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import EvaluationError
+from .bootstrap import Interval, interval, paired_difference, resampled_accuracies
+from .metrics import normalised
+from .run import MODES, Evaluation, TaskScore
+
+DIGITS = 6
+"""Of figures: beyond these, sums of floats depend on the machine."""
+
+Rows = dict[str, np.ndarray]
+
+
+class Comparison:
+    """Evaluations by method, checked to belong together. The arguments are those of `Report`."""
+
+    def __init__(
+        self,
+        evaluations: Sequence[Evaluation],
+        individual: str | None,
+        seed: int,
+        *,
+        reference: str | None,
+        body_bytes: int | None,
+        resamples: int,
+        confidence: float,
+    ) -> None:
+        self.methods = _by_method(evaluations)
+        self.tasks = {task: len(score.correct) for task, score in _first_scores(evaluations[0]).items()}
+        for name, role in ((individual, "individual"), (reference, "reference")):
+            if name is not None and name not in self.methods:
+                raise EvaluationError(f"The {role} method {name!r} is not among the methods {list(self.methods)}.")
+        self.individual, self.reference, self.seed = individual, reference, seed
+        self.resamples, self.confidence = resamples, confidence
+        self._individual = None if individual is None else self._individual_rows()
+        self.body_bytes = body_bytes
+        if body_bytes is None and individual is not None:
+            self.body_bytes = _storage(self.methods[individual]) / len(self.tasks)
+
+    def modes(self) -> list[str]:
+        """The modes in which any method was asked."""
+        return [mode for mode in MODES if any(mode in runs[0].scores for runs in self.methods.values())]
+
+    def difference(self, first: str, second: str, mode: str) -> Interval:
+        """By how much the first method's mean accuracy is above the second's in one mode, paired by rows."""
+        for name in (first, second):
+            if name not in self.methods or mode not in self.methods[name][0].scores:
+                raise EvaluationError(f"There is no evaluation of {name!r} in mode {mode!r} to compare.")
+        one, other = (_mean_rows(self.methods[name], mode, "correct") for name in (first, second))
+        options = {"resamples": self.resamples, "confidence": self.confidence, "seed": self.seed}
+        return paired_difference(one, other, **options)
+
+    def summarise(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        methods = {name: self._describe(name, runs) for name, runs in self.methods.items()}
+        for mode in self.modes():
+            for name, figures in self._figures(mode).items():
+                methods[name]["modes"][mode] = figures
+        return {
+            "tasks": self.tasks,
+            "individual": self.individual,
+            "reference": self.reference,
+            "bootstrap": {"seed": self.seed, "resamples": self.resamples, "confidence": self.confidence},
+            "methods": methods,
+        }
+
+    def _describe(self, name: str, runs: Sequence[Evaluation]) -> dict[str, Any]:
+        stored, body = _storage(runs), self.body_bytes
+        shares = {"total": None, "added": None}
+        if body is not None:
+            experts = body * len(self.tasks)
+            shares = {"total": round(stored / experts, DIGITS), "added": round((stored - body) / experts, DIGITS)}
+        seeds = [run.seed for run in runs]
+        states = runs[0].state if len(runs) == 1 else {str(run.seed): run.state for run in runs}
+        return {"seeds": seeds, "storage_bytes": stored, "storage": shares, "state": states, "modes": {}}
+
+    def _individual_rows(self) -> Rows:
+        runs = self.methods[self.individual]
+        if "known" not in runs[0].scores:
+            raise EvaluationError(f"The individual method {self.individual!r} was not asked with the task known.")
+        rows = _mean_rows(runs, "known", "correct")
+        for task, right in rows.items():
+            if not right.any():
+                raise EvaluationError(
+                    f"The individual expert of task {task!r} has no row right, so nothing can be normalised by it."
+                )
+        return rows
+
+    def _figures(self, mode: str) -> dict[str, dict[str, Any]]:
+        """`{method: figures}` of one mode. All methods are resampled together, so that they share the draws."""
+        names = [name for name, runs in self.methods.items() if mode in runs[0].scores]
+        rows = {name: _mean_rows(self.methods[name], mode, "correct") for name in names}
+        said = [name for name in names if _says_task(self.methods[name], mode)]
+        found = {name: _mean_rows(self.methods[name], mode, "identified") for name in said}
+        everything = [*rows.values(), *([] if self._individual is None else [self._individual]), *found.values()]
+        stacked = {task: np.stack([of[task] for of in everything]) for task in self.tasks}
+        samples = resampled_accuracies(stacked, resamples=self.resamples, seed=self.seed)
+        figures = {}
+        for place, name in enumerate(names):
+            spread = self._spread(name, mode)
+            figures[name] = {"accuracy": self._figure(rows[name], samples[:, place], spread.get("accuracy"))}
+            if self._individual is not None:
+                values = normalised(_shares(rows[name]), _shares(self._individual))
+                ratios = normalised(samples[:, place], samples[:, len(names)])
+                figures[name]["normalised"] = _rounded(
+                    interval(values, ratios, self.confidence), spread.get("normalised")
+                )
+            if name in found:
+                mine = samples[:, len(everything) - len(found) + said.index(name)]
+                figures[name]["identification"] = self._figure(found[name], mine, spread.get("identification"))
+            if self.reference is not None and name != self.reference and self.reference in names:
+                other = names.index(self.reference)
+                value = _shares(rows[name]).mean() - _shares(rows[self.reference]).mean()
+                drawn = (samples[:, place] - samples[:, other]).mean(-1)
+                figures[name]["difference"] = _rounded(interval(value, drawn, self.confidence))
+        return figures
+
+    def _figure(self, rows: Rows, samples: np.ndarray, spread: float | None) -> dict[str, Any]:
+        """Mean over tasks, and every task, each with its interval."""
+        shares = _shares(rows)
+        by_task = {
+            task: _rounded(interval(shares[place], samples[:, place], self.confidence))
+            for place, task in enumerate(self.tasks)
+        }
+        return {"mean": _rounded(interval(shares.mean(), samples.mean(-1), self.confidence), spread), "tasks": by_task}
+
+    def _spread(self, name: str, mode: str) -> dict[str, float]:
+        """Standard deviations over the seeds of a method; none where there is one seed."""
+        runs = self.methods[name]
+        if len(runs) == 1:
+            return {}
+        by_seed = [_shares(_mean_rows([run], mode, "correct")) for run in runs]
+        spread = {"accuracy": np.std([shares.mean() for shares in by_seed], ddof=1)}
+        if self._individual is not None:
+            experts = _shares(self._individual)
+            spread["normalised"] = np.std([normalised(shares, experts) for shares in by_seed], ddof=1)
+        if _says_task(runs, mode):
+            found = [_shares(_mean_rows([run], mode, "identified")).mean() for run in runs]
+            spread["identification"] = np.std(found, ddof=1)
+        return {key: float(value) for key, value in spread.items()}
+
+
+def _by_method(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
+    """Evaluations by method; those of one method differ in their seeds, and all were asked the same rows."""
+    if not evaluations:
+        raise EvaluationError("There are no evaluations to report.")
+    methods: dict[str, list[Evaluation]] = {}
+    rows = {task: len(score.correct) for task, score in _first_scores(evaluations[0]).items()}
+    for run in evaluations:
+        others = methods.setdefault(run.method, [])
+        if any(other.seed == run.seed for other in others):
+            raise EvaluationError(f"There are two evaluations of {run.method!r} with seed {run.seed}.")
+        if others and list(others[0].scores) != list(run.scores):
+            raise EvaluationError(f"{run.method!r} was evaluated in other modes with seed {run.seed} than before.")
+        others.append(run)
+        for mode, scores in run.scores.items():
+            if {task: len(score.correct) for task, score in scores.items()} != rows:
+                raise EvaluationError(
+                    f"{run.method!r} in mode {mode!r} and {evaluations[0].method!r} were not asked the same rows."
+                )
+    return methods
+
+
+def _first_scores(evaluation: Evaluation) -> dict[str, TaskScore]:
+    return next(iter(evaluation.scores.values()))
+
+
+def _mean_rows(runs: Sequence[Evaluation], mode: str, kind: str) -> Rows:
+    """For each task, how often (over seeds) each row was right or identified."""
+    tasks = runs[0].scores[mode]
+    return {task: np.mean([getattr(run.scores[mode][task], kind) for run in runs], axis=0) for task in tasks}
+
+
+def _says_task(runs: Sequence[Evaluation], mode: str) -> bool:
+    return all(score.identified is not None for run in runs for score in run.scores[mode].values())
+
+
+def _shares(rows: Rows) -> np.ndarray:
+    return np.array([right.mean() for right in rows.values()])
+
+
+def _storage(runs: Sequence[Evaluation]) -> int:
+    return round(np.mean([run.storage_bytes for run in runs]))
+
+
+def _rounded(figure: Interval, spread: float | None = None) -> dict[str, float]:
+    values = {"value": figure.value, "low": figure.low, "high": figure.high}
+    if spread is not None:
+        values["std"] = spread
+    # Adding 0.0 turns a rounded -0.0 into 0.0.
+    return {key: round(value, DIGITS) + 0.0 for key, value in values.items()}

@@ -1,0 +1,70 @@
+"""Share of generated texts that are the right answer, word for word."""
+
+import string
+
+import datasets
+import evaluate
+
+DESCRIPTION = """
+Exact match: the share of predicted texts that equal their reference. White space at the ends is ignored, and so is case
+unless asked otherwise. Punctuation and English articles count unless `ignore_punctuation` or `ignore_articles` is set;
+SQuAD's rule is both of them.
+"""
+
+INPUTS = """
+Args:
+    predictions: Generated texts.
+    references: The right text of each.
+    ignore_case: Treat capital and small letters alike (default: True).
+    ignore_punctuation: Leave out ASCII punctuation first (default: False).
+    ignore_articles: Leave out the words a, an and the (default: False).
+Returns:
+    exact_match: Between 0 and 1.
+"""
+
+ARTICLES = {"a", "an", "the"}
+
+
+def canonical(text, ignore_case=True, ignore_punctuation=False, ignore_articles=False):
+    """What is compared: the text in its plainest form.
+
+    >>> from retex_hf.evaluation.metrics.exact_match.exact_match import canonical
+    >>> canonical(" The Cat. "), canonical("The  cat.", ignore_punctuation=True, ignore_articles=True)
+    ('the cat.', 'cat')
+    """
+    text = text.strip()
+    if ignore_case:
+        text = text.casefold()
+    if ignore_punctuation:
+        text = text.translate(str.maketrans("", "", string.punctuation))
+    if ignore_articles:
+        text = " ".join(word for word in text.split() if word.casefold() not in ARTICLES)
+    return text.strip()
+
+
+def matches(prediction, reference, **options):
+    """Whether two texts are the same answer."""
+    return canonical(prediction, **options) == canonical(reference, **options)
+
+
+class ExactMatch(evaluate.Metric):
+    """Exact match of texts."""
+
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features(
+                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            ),
+        )
+
+    def _compute(self, predictions, references, ignore_case=True, ignore_punctuation=False, ignore_articles=False):
+        options = {
+            "ignore_case": ignore_case,
+            "ignore_punctuation": ignore_punctuation,
+            "ignore_articles": ignore_articles,
+        }
+        right = [matches(*pair, **options) for pair in zip(predictions, references, strict=True)]
+        return {"exact_match": sum(right) / len(right)}

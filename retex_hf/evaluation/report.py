@@ -1,0 +1,249 @@
+"""Evaluations side by side: means, intervals, storage; for the terminal, as JSON, Markdown, a figure and card entries.
+
+The three modes answer different questions. They have columns, tables and panels of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from ..errors import EvaluationError
+from .bootstrap import CONFIDENCE, RESAMPLES, Interval
+from .comparison import Comparison
+from .figures import plot_report
+from .run import MODES, Evaluation
+from .tables import Table, bold_best, percent
+
+
+class Report:
+    """Methods that were evaluated on the same rows.
+
+    Evaluations of one method under several seeds (same name, different `seed`) become one entry: its rows are averaged
+    over seeds, and the standard deviation over seeds stands beside the mean.
+
+    Args:
+        evaluations: What `evaluate` returned, in the order of the tables.
+        individual: The method that accuracies are normalised by, told the task; None leaves normalised figures out.
+        seed: Of the bootstrap.
+        reference: A method that all others are compared with, in pairs of rows; None compares nothing.
+        body_bytes: Size of one model's body; default: the individual experts' storage, divided by their number.
+        resamples: Of the bootstrap.
+        confidence: Of the intervals.
+    """
+
+    def __init__(
+        self,
+        evaluations: Sequence[Evaluation],
+        individual: str | None = "individual",
+        seed: int = 0,
+        *,
+        reference: str | None = None,
+        body_bytes: int | None = None,
+        resamples: int = RESAMPLES,
+        confidence: float = CONFIDENCE,
+    ) -> None:
+        self.comparison = Comparison(
+            evaluations,
+            individual,
+            seed,
+            reference=reference,
+            body_bytes=body_bytes,
+            resamples=resamples,
+            confidence=confidence,
+        )
+        self.individual, self.reference = individual, reference
+        self.methods, self.tasks = list(self.comparison.methods), self.comparison.tasks
+        self._summary = self.comparison.summarise()
+
+    def difference(self, first: str, second: str, mode: str) -> Interval:
+        """By how much the first method's mean accuracy is above the second's in one mode, paired by rows."""
+        return self.comparison.difference(first, second, mode)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures as plain values: the same evaluations and seed give the same ones."""
+        return json.loads(json.dumps(self._summary))
+
+    def __str__(self) -> str:
+        """One line per method, each mode in columns of its own."""
+        groups, parts = [("", 1)], [Table(["method"], [[name] for name in self.methods])]
+        for mode in self.comparison.modes():
+            part = self._mode_table(mode, self.methods, with_method=False)
+            groups.append((MODES[mode], len(part.header)))
+            parts.append(part)
+        storage = [self._storage_cells(name) for name in self.methods]
+        groups.append(("storage", len(storage[0])))
+        parts.append(Table(self._storage_header(), storage))
+        table = Table(
+            [title for part in parts for title in part.header],
+            [[cell for part in parts for cell in part.rows[row]] for row in range(len(self.methods))],
+            _moved([(part.bold, len(part.header)) for part in parts]),
+            groups,
+        )
+        return f"{table.text()}\n\n{self._legend('*')}"
+
+    def markdown(self) -> str:
+        """Three sections, one per mode: a table of means and one of all tasks."""
+        sections = ["# Results", self._legend("bold")]
+        for mode in self.comparison.modes():
+            names = [name for name in self.methods if mode in self._summary["methods"][name]["modes"]]
+            whole = self._mode_table(mode, names, with_method=True)
+            sections += [f"## {MODES[mode].capitalize()}", whole.markdown(), "Accuracy by task:"]
+            sections.append(self._task_table(mode, names, "accuracy").markdown())
+            said = [name for name in names if "identification" in self._mode(name, mode)]
+            if said:
+                sections += [
+                    "Rows taken for their own task:",
+                    self._task_table(mode, said, "identification").markdown(),
+                ]
+        return "\n\n".join(sections) + "\n"
+
+    def save(self, folder: str | Path) -> dict[str, Path]:
+        """Write `results.json`, `results.md` and `results.png`.
+
+        Returns:
+            `{name: path}` of the files.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {kind: folder / f"results.{kind}" for kind in ("json", "md", "png")}
+        text = json.dumps(self._summary, indent=2, ensure_ascii=False)
+        paths["json"].write_text(text + "\n", encoding="utf-8")
+        paths["md"].write_text(self.markdown(), encoding="utf-8")
+        plot_report(self._summary, paths["png"])
+        return paths
+
+    def eval_results(
+        self,
+        dataset_names: Mapping[str, str],
+        *,
+        method: str = "ReTeX",
+        task_type: str = "other",
+        split: str = "test",
+        metric: str = "accuracy",
+    ) -> list[EvalResult]:
+        """The figures of one method as entries of a model card (`ModelCardData(eval_results=...)`).
+
+        Args:
+            dataset_names: The data set of each task, as the Hub calls it.
+            method: Whose figures.
+            task_type: What the Hub calls the kind of task, such as "text-classification".
+            split: Which part of the data sets was evaluated on.
+            metric: What was measured: "accuracy", or "exact_match" for generated texts.
+        """
+        if method not in self.methods:
+            raise EvaluationError(f"There is no method {method!r} in the report; there are {self.methods}.")
+        missing = [task for task in self.tasks if task not in dataset_names]
+        if missing:
+            raise EvaluationError(f"dataset_names does not say which data set task {missing[0]!r} is.")
+        results = []
+        for task in self.tasks:
+            for mode, figures in self._summary["methods"][method]["modes"].items():
+                found = {f"{metric} ({MODES[mode]})": (metric, figures["accuracy"]["tasks"][task])}
+                if "identification" in figures:
+                    share = figures["identification"]["tasks"][task]
+                    found["task identification"] = ("task_identification", share)
+                results += [
+                    EvalResult(
+                        task_type=task_type,
+                        task_name=task,
+                        dataset_type=dataset_names[task],
+                        dataset_name=task,
+                        dataset_split=split,
+                        metric_type=kind,
+                        metric_name=title.capitalize().replace("_", " "),
+                        metric_value=figure["value"],
+                    )
+                    for title, (kind, figure) in found.items()
+                ]
+        return results
+
+    def _mode(self, name: str, mode: str) -> dict[str, Any]:
+        return self._summary["methods"][name]["modes"].get(mode, {})
+
+    def _mode_table(self, mode: str, names: Sequence[str], with_method: bool) -> Table:
+        """Means of one mode; with methods and storage (a table of its own) or without (a part of a wider one)."""
+        found = [self._mode(name, mode) for name in names]
+        columns = {"accuracy": lambda of: of["accuracy"]["mean"]}
+        if self.individual is not None:
+            columns["normalised"] = lambda of: of["normalised"]
+        if any("identification" in of for of in found):
+            columns["identified"] = lambda of: of.get("identification", {}).get("mean")
+        if any("difference" in of for of in found):
+            columns[f"minus {self.reference}"] = lambda of: of.get("difference")
+        with_interval = {"normalised", f"minus {self.reference}"}
+        figures = [[get(of) if of else None for get in columns.values()] for of in found]
+        cells = [
+            [_cell(figure, title in with_interval) for figure, title in zip(row, columns, strict=True)]
+            for row in figures
+        ]
+        values = [[None if figure is None else figure["value"] for figure in row] for row in figures]
+        compete = [place for place, title in enumerate(columns) if not title.startswith("minus ")]
+        bold = bold_best(values, self._left_out(names), compete)
+        table = Table(list(columns), cells, bold)
+        if not with_method:
+            return table
+        return Table(
+            ["method", *table.header, *(f"storage, {title}" for title in self._storage_header())],
+            [[name, *row, *self._storage_cells(name)] for name, row in zip(names, cells, strict=True)],
+            _moved([(frozenset(), 1), (bold, len(columns))]),
+        )
+
+    def _task_table(self, mode: str, names: Sequence[str], kind: str) -> Table:
+        found = [self._mode(name, mode)[kind] for name in names]
+        values = [[of["tasks"][task]["value"] for task in self.tasks] + [of["mean"]["value"]] for of in found]
+        cells = [[name, *map(percent, row)] for name, row in zip(names, values, strict=True)]
+        bold = _moved([(frozenset(), 1), (bold_best(values, self._left_out(names)), len(self.tasks) + 1)])
+        return Table(["method", *self.tasks, "mean"], cells, bold)
+
+    def _left_out(self, names: Sequence[str]) -> list[int]:
+        return [place for place, name in enumerate(names) if name == self.individual]
+
+    def _storage_header(self) -> list[str]:
+        return ["MB"] if self.comparison.body_bytes is None else ["total", "added"]
+
+    def _storage_cells(self, name: str) -> list[str]:
+        of = self._summary["methods"][name]
+        if self.comparison.body_bytes is None:
+            return [f"{of['storage_bytes'] / 1e6:.1f}"]
+        return [percent(of["storage"]["total"]), percent(of["storage"]["added"])]
+
+    def _legend(self, mark: str) -> str:
+        rows, of = sum(self.tasks.values()), self.comparison
+        text = (
+            f"Per cent, mean over {len(self.tasks)} tasks ({rows} rows, one shuffled stream). "
+            f"In brackets: {of.confidence:.0%} interval of {of.resamples} resamples of the rows within each task. "
+        )
+        if any(len(runs) > 1 for runs in of.methods.values()):
+            text += "±: standard deviation over seeds. "
+        if self.individual is not None:
+            text += f"normalised: relative to {self.individual!r} told the task, averaged over tasks. "
+        if self.reference is not None:
+            text += f"minus {self.reference}: difference of mean accuracies on the same rows, in points. "
+        text += "With the task unknown, a class counts only if the row was taken for its own task. "
+        if self.comparison.body_bytes is not None:
+            text += "total: everything stored, relative to all experts; added: without one model's body. "
+        best = "the best of its column" + ("" if self.individual is None else f", {self.individual!r} aside")
+        return f"{text}{mark}: {best}."
+
+
+def _cell(figure: Mapping[str, float] | None, with_interval: bool) -> str:
+    if figure is None:
+        return ""
+    text = percent(figure["value"])
+    if "std" in figure:
+        text += f" ± {percent(figure['std'])}"
+    return f"{text} [{percent(figure['low'])}, {percent(figure['high'])}]" if with_interval else text
+
+
+def _moved(parts: Sequence[tuple[frozenset[tuple[int, int]], int]]) -> frozenset[tuple[int, int]]:
+    """Places in tables that stand side by side, of given widths, as places in the whole."""
+    whole, start = set(), 0
+    for places, width in parts:
+        whole |= {(row, start + column) for row, column in places}
+        start += width
+    return frozenset(whole)
