@@ -1,0 +1,70 @@
+"""The systems that ReTeX is compared with, behind one small interface: `fit` on what a method may see, then `predict`.
+
+All are written from their papers' equations. Where an authors' script uses test labels, true tasks or true heads to
+choose something, ours does not; each method's text says what it sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..evaluation.method import Method
+from .dawin import DaWin
+from .emr import EMR, IdEMR
+from .identifier import Identifier, shared_identifier
+from .lora import IdLoRA, LoRA
+from .mow import MoW
+from .sim import SiM
+from .static import Individual, Merged, ZeroShotBase
+from .twin import TwinMerging
+from .weights import expert_weights
+from .wemoe import WEMoE
+
+BASELINES: dict[str, type[Method]] = {
+    "individual": Individual,
+    "zero_shot": ZeroShotBase,
+    "merged": Merged,
+    "emr": EMR,
+    "id_emr": IdEMR,
+    "lora": LoRA,
+    "id_lora": IdLoRA,
+    "sim": SiM,
+    "twin_merging": TwinMerging,
+    "dawin": DaWin,
+    "wemoe": WEMoE,
+    "mow": MoW,
+}
+
+
+def make(name: str, **options: Any) -> Method:
+    """A baseline by name; options go to its constructor.
+
+    >>> from retex_hf.baselines import make
+    >>> make("merged", merge="ties", head="identifier").name
+    'ties (identified head)'
+    """
+    if name not in BASELINES:
+        raise ConfigError(f"There is no baseline {name!r}; the baselines are {sorted(BASELINES)}.")
+    return BASELINES[name](**options)
+
+
+__all__ = [
+    "BASELINES",
+    "EMR",
+    "DaWin",
+    "IdEMR",
+    "IdLoRA",
+    "Identifier",
+    "Individual",
+    "LoRA",
+    "Merged",
+    "MoW",
+    "SiM",
+    "TwinMerging",
+    "WEMoE",
+    "ZeroShotBase",
+    "expert_weights",
+    "make",
+    "shared_identifier",
+]

@@ -1,0 +1,87 @@
+"""What most methods have in common: every row runs on the body, and under the head, of one task."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TaskError
+from ..evaluation.method import Material, Method, Prediction, grouped, take_rows
+from ..execution import ExpertCache
+from ..expert_weights import Weights
+from ..readout import Answer
+from .identifier import Identifier, shared_identifier
+from .weights import expert_weights
+
+CACHE_BYTES = 2 * 1024**3
+
+
+class TaskBodies(Method):
+    """One body per task, made when the task first comes; a batch runs group by group. Knows no task by itself."""
+
+    modes = ("known",)
+
+    def fit(self, material: Material) -> None:
+        self.readout = material.readout
+        self.weights = expert_weights(material)
+        self._cache = ExpertCache(CACHE_BYTES)
+
+    @abstractmethod
+    def body(self, task: str) -> Weights:
+        """The body that rows of a task run on."""
+
+    def module(self, task: str) -> nn.Module:
+        """The body of a task under the task's head, ready to run."""
+        size = 4 * self.weights.numbers()
+        return self._cache.get(task, lambda: self.weights.module(self.body(task), task), lambda: size)
+
+    @torch.no_grad()
+    def predict(
+        self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
+    ) -> Prediction:
+        chosen = self.choose(inputs) if tasks is None else list(tasks)
+        answers: list[Answer | None] = [None] * len(chosen)
+        for task, rows in grouped(chosen).items():
+            output = self.readout.call(self.module(task), take_rows(inputs, rows))
+            for row, answer in zip(rows.tolist(), self.readout.answers(output, [task] * len(rows)), strict=True):
+                answers[row] = answer
+        return Prediction(answers, chosen)
+
+    def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """The task of every row, where nobody names it."""
+        raise TaskError(f"{self.name} has no router: name the task of every row.")
+
+
+class Identified(TaskBodies):
+    """Adds our identifier to a method that must be told the task.
+
+    Args:
+        args: Go to that method, and so do `options`.
+        identifier: Another one than the default, which all methods share.
+    """
+
+    modes = ("known", "unknown")
+    routes = True
+    held: tuple[str, ...] = ("pretrained",)
+    """Sources of features that the method stores anyway, see `Identifier.storage_bytes`."""
+
+    def __init__(self, *args: Any, identifier: Identifier | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._given = identifier
+
+    def fit(self, material: Material) -> None:
+        super().fit(material)
+        self.identifier = shared_identifier(material, self._given)
+
+    def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        return self.identifier.tasks_of(inputs)
+
+    def storage_bytes(self) -> int:
+        return super().storage_bytes() + self.identifier.storage_bytes(self.held)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "feature_layer": self.identifier.signatures.feature_layer}

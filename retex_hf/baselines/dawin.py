@@ -1,0 +1,91 @@
+"""DaWin: experts are mixed by how sure each of them is of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..evaluation.method import Material
+from ..readout import entropy
+from .dynamic import Dynamic, Mixtures, without_padding
+from .static import Individual
+
+MOST_ROUNDS = 20
+
+
+class DaWin(Dynamic):
+    """`theta(x) = theta_0 + scale * T * sum_t lambda_t(x) tau_t` with `lambda = softmax_t(-H_t(x))` (Oh et al., 2025).
+
+    `H_t` is the entropy of expert t's answer to the row. Nothing is trained, but every row runs through all experts
+    first.
+
+    The authors run all experts under the head of the true task, which tells them the task. Here each expert has its own
+    head, whether the task is known or not, and where it is unknown the head is that of the expert with the least
+    entropy. An entropy then also depends on the number of classes of the expert's own task, as the equation has it.
+
+    With oracle routing the body is `theta_0 + scale * T * tau_t`, which overshoots the expert where `scale * T > 1`.
+
+    Args:
+        scale: Of the mean task vector, times T.
+        clusters: Mix one body for each of so many groups of rows of a batch, from the mean of their lambdas, instead of
+            one for each row. A row's answer then depends on its batch.
+        options: See `Dynamic`.
+    """
+
+    name = "DaWin"
+
+    def __init__(self, *, scale: float = 0.3, clusters: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if clusters is not None and clusters < 1:
+            raise ConfigError(f"DaWin: clusters must be at least 1, not {clusters!r}.")
+        self.scale, self.clusters = scale, clusters
+
+    def prepare(self, material: Material) -> Mixtures:
+        self.experts = Individual()
+        self.experts.fit(material)
+        weights = self.weights
+        factor = self.scale * len(weights.tasks)
+        corners = {name: base + factor * weights.vectors[name] for name, base in weights.base.items()}
+        return Mixtures(weights, corners, {})
+
+    def route(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        entropies = [
+            entropy(self.readout.logits(self.experts.module(task), without_padding(inputs), task))
+            for task in self.weights.tasks
+        ]
+        return (-torch.stack(entropies, dim=-1)).softmax(-1)
+
+    def coefficients(self, shares: Tensor) -> Tensor:
+        return super().coefficients(shares if self.clusters is None else cluster_means(shares, self.clusters))
+
+    def storage_bytes(self) -> int:
+        """All experts, and the base that they are mixed around."""
+        return (len(self.weights.tasks) + 1) * self.weights.body_bytes()
+
+
+def cluster_means(points: Tensor, clusters: int) -> Tensor:
+    """Every point (rows, d) replaced by the mean of its cluster, by k-means from points far from each other.
+
+    >>> import torch
+    >>> from retex_hf.baselines.dawin import cluster_means
+    >>> cluster_means(torch.tensor([[0.0], [1.0], [9.0]]), 2).flatten()
+    tensor([0.5000, 0.5000, 9.0000])
+    """
+    centres = points[:1]
+    while len(centres) < min(clusters, len(points)):
+        farthest = torch.cdist(points, centres).amin(1).argmax()
+        centres = torch.cat([centres, points[farthest : farthest + 1]])
+    nearest = torch.cdist(points, centres).argmin(1)
+    for _ in range(MOST_ROUNDS):
+        # A centre that has lost all its points stays where it is.
+        means = [points[nearest == k].mean(0) if (nearest == k).any() else centres[k] for k in range(len(centres))]
+        centres = torch.stack(means)
+        moved = torch.cdist(points, centres).argmin(1)
+        if torch.equal(moved, nearest):
+            break
+        nearest = moved
+    return centres[nearest]

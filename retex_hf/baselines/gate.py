@@ -1,0 +1,109 @@
+"""Networks that tell tasks apart by a body's features, trained on inputs whose task is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+
+from ..evaluation.method import Material
+from ..expert_weights import ExpertWeights
+from ..routing import FeatureExtractor
+from ..routing.features import feature_blocks
+
+FEATURE_BATCH = 64
+
+
+class TaskGate:
+    """A softmax over tasks from the mean of a body's last hidden state. Only the network is trained.
+
+    Args:
+        weights: Say what the model is; features lie below its heads.
+        body: The tensors whose features are read.
+        make: Makes the network, from features (rows, d) to scores (rows, T), when the width d is known.
+    """
+
+    def __init__(self, weights: ExpertWeights, body: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> None:
+        model = weights.module(body, weights.tasks[0])
+        self.tasks = weights.tasks
+        self.layer = feature_blocks(model)[-1]
+        self.extractor = FeatureExtractor(model, [self.layer], "mean")
+        self._make, self.network = make, None
+
+    def features(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Features (rows, d) of a batch."""
+        return self.extractor(inputs)[self.layer]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Probabilities (rows, T) of the tasks."""
+        return self.network(self.features(inputs)).softmax(-1)
+
+    def fit(self, material: Material, rows_per_task: Mapping[str, int], validation_rows: int, **options: Any) -> float:
+        """Train on training inputs and their tasks; no label is read. Returns the accuracy on validation inputs."""
+        training, known = self._read(
+            {task: material.sample(task, rows_per_task[task]) for task in self.tasks}, material, options["progress"]
+        )
+        held_out, held_known = self._read(
+            {task: list(material.validation[task].inputs[:validation_rows]) for task in self.tasks},
+            material,
+            options["progress"],
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(material.seed)
+            self.network = self._make(training.shape[1])
+            return train_gate(self.network, (training, known), (held_out, held_known), **options)
+
+    def numbers(self) -> int:
+        """How many numbers the network holds."""
+        return sum(tensor.numel() for tensor in self.network.state_dict().values() if tensor.is_floating_point())
+
+    def _read(self, inputs: Mapping[str, Sequence[Any]], material: Material, progress: bool) -> tuple[Tensor, Tensor]:
+        features, known = [], []
+        for number, rows in enumerate(tqdm(inputs.values(), desc="Reading features", disable=not progress)):
+            for start in range(0, len(rows), FEATURE_BATCH):
+                features.append(self.features(material.collate(rows[start : start + FEATURE_BATCH])))
+            known.append(torch.full((len(rows),), number))
+        return torch.cat(features), torch.cat(known)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def train_gate(
+    network: nn.Module,
+    training: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+    *,
+    epochs: int,
+    learning_rate: float,
+    batch_size: int,
+    progress: bool,
+) -> float:
+    """Train a classifier of features by Adam, and leave it as it was after the epoch that did best on validation data.
+
+    Returns the share of validation rows that it gets right. Draws from torch's global generator.
+    """
+    features, known = training
+    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
+    best, kept = -1.0, None
+    for _ in tqdm(range(epochs), desc="Training the gate", unit="epoch", disable=not progress):
+        network.train()
+        for rows in torch.randperm(len(features)).split(batch_size):
+            if len(rows) == 1 < len(features):
+                continue  # batch normalisation has nothing to normalise in a single row
+            loss = cross_entropy(network(features[rows]), known[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        network.eval()
+        with torch.no_grad():
+            accuracy = (network(validation[0]).argmax(-1) == validation[1]).float().mean().item()
+        if accuracy > best:
+            best, kept = accuracy, deepcopy(network.state_dict())
+    network.load_state_dict(kept)
+    network.eval().requires_grad_(False)
+    return best

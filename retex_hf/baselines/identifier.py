@@ -1,0 +1,99 @@
+"""Which task does a row belong to? The SVD-residual identifier of ReTeX, apart from its recovery, for any method."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoints import take_inventory
+from ..config import RetexConfig
+from ..evaluation.method import Material
+from ..routing import FeatureExtractor, decide, fit_signatures, resolve_feature_layers, trunk_parameters
+from .merges import shared_body
+from .weights import expert_weights
+
+
+class Identifier:
+    """The task whose subspace of features a row is nearest to; features of one body that all tasks share.
+
+    It sees `num_reference` training inputs of each task without labels, those that `Retex` sees too: on the average
+    (the default of both) the two give every row to the same task.
+
+    Args:
+        source: The body that features are read from: `"pretrained"`, a merge method as `RetexConfig.merge` names it, or
+            the tensors themselves.
+        num_reference: Inputs per task, N.
+        signature_rank: Dimension of a task's subspace, or a ratio of `min(N, width)`.
+        feature_layer: A module, the index of a block, or `"auto"`.
+        feature_pooling: `"mean"`, `"first"` or `"last"`.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, Any] = "average",
+        *,
+        num_reference: int = 64,
+        signature_rank: int | float = 0.1,
+        feature_layer: str | int = "auto",
+        feature_pooling: str = "mean",
+    ) -> None:
+        self.source = source
+        self.config = RetexConfig(
+            num_reference=num_reference,
+            signature_rank=signature_rank,
+            feature_layer=feature_layer,
+            feature_pooling=feature_pooling,
+        )
+
+    def fit(self, material: Material) -> None:
+        """Read the reference inputs of every task."""
+        count = self.config.num_reference
+        self._weights, body = expert_weights(material), shared_body(material, self.source)
+        self.tasks = self._weights.tasks
+        references = {task: material.references(task, count) for task in self.tasks}
+        self._sample = references[self.tasks[0]][0]
+
+        def extractor(layers: list[str]) -> FeatureExtractor:
+            # Features are read below the heads, so any head will do.
+            return FeatureExtractor(self._weights.module(body, self.tasks[0]), layers, self.config.feature_pooling)
+
+        candidates = extractor(resolve_feature_layers(self._weights.model, self.config))
+        self.signatures, self.held_out_accuracies = fit_signatures(
+            candidates, references, count, self.config.signature_rank, progress=False
+        )
+        # A pass that stops where the features are.
+        self._extractor = extractor([self.signatures.feature_layer])
+
+    def residuals(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Distances (rows, T) of every row to every task's subspace."""
+        return self.signatures.residuals(self._extractor(inputs)[self.signatures.feature_layer])
+
+    def tasks_of(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """The task of every row."""
+        return decide(self.residuals(inputs), self.tasks, "hard", 1.0).tasks
+
+    def storage_bytes(self, held: Collection[str] = ()) -> int:
+        """Bytes of the signatures, and of the weights that features depend on unless `held` names their source: a
+        method that keeps the base, or can make the average of the experts that it keeps, needs no second copy."""
+        signatures = sum(tensor.numel() * 4 for tensor in (self.signatures.mean, self.signatures.basis))
+        return signatures if self.source in held else signatures + self.trunk_bytes()
+
+    def trunk_bytes(self) -> int:
+        """Bytes of the weights that run before the features are ready."""
+        names = set(trunk_parameters(self._extractor, self._sample, self._extractor.model))
+        aliases = take_inventory(self._weights.model).aliases
+        used = [name for name in self._weights.base if names.intersection(aliases[name])]
+        return sum(self._weights.base[name].numel() * self._weights.element_size(name) for name in used)
+
+
+def shared_identifier(material: Material, given: Identifier | None = None) -> Identifier:
+    """The identifier given, or the default one, fitted once for all methods that use it."""
+
+    def fitted() -> Identifier:
+        identifier = given or Identifier()
+        identifier.fit(material)
+        return identifier
+
+    return material.once("identifier" if given is None else f"identifier {id(given)}", fitted)

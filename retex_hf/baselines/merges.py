@@ -1,0 +1,117 @@
+"""One body for all tasks, by any merge; what a merge learns from data is learned once for all methods."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ..calibration import Batch, Calibration
+from ..config import RetexConfig
+from ..errors import ConfigError
+from ..evaluation.method import Material
+from ..expert_weights import ExpertWeights, Weights
+from ..merging import get_merger, learn_options, merge_methods, options_to_learn
+from ..model import RetexModel
+from .weights import WeightTensors, expert_weights
+
+Merge = str | dict[str, Any]
+PRETRAINED = "pretrained"
+# Learns from inputs alone; other merges choose by accuracy, which takes labels.
+UNLABELLED = "adamerging"
+CALIBRATION_ROWS = 256
+CALIBRATION_BATCH = 32
+
+
+def learned_merge(material: Material, merge: Merge, rows: int = CALIBRATION_ROWS) -> Merge:
+    """A merge with everything found that it finds from data; one that learns nothing is returned as it is.
+
+    AdaMerging sees training inputs without labels (its authors take those of the test); what is chosen by accuracy is
+    chosen on labelled validation data.
+
+    Args:
+        material: What may be seen.
+        merge: As `RetexConfig.merge`.
+        rows: Rows per task to learn from, at most.
+    """
+    method, options = _split(merge)
+    if method not in merge_methods() or not options_to_learn(method, options):
+        return merge
+    if method == UNLABELLED:
+        options = {"seed": material.seed, **options}
+
+    def learn() -> dict[str, Any]:
+        batches = {task: _batches(material, task, rows, method != UNLABELLED) for task in material.tasks}
+        calibration = Calibration(expert_weights(material), material.readout, batches, progress=False)
+        return {"method": method, **learn_options(method, options, calibration)}
+
+    return material.once(f"merge {method} {json.dumps(options, sort_keys=True)} {rows}", learn)
+
+
+def _batches(material: Material, task: str, count: int, labelled: bool) -> list[Batch]:
+    inputs, answers = material.sample(task, count), None
+    if labelled:
+        data = material.validation[task]
+        chosen = random.Random(material.seed).sample(range(len(data)), min(count, len(data)))
+        inputs, answers = [data.inputs[row] for row in chosen], [data.answers[row] for row in chosen]
+    parts = [slice(start, start + CALIBRATION_BATCH) for start in range(0, len(inputs), CALIBRATION_BATCH)]
+    return [Batch(material.collate(inputs[part]), answers and answers[part]) for part in parts]
+
+
+def shared_body(material: Material, source: str | Mapping[str, Any], rows: int = CALIBRATION_ROWS) -> Weights:
+    """As `source_body`, where the merge may also have to be learned (from `rows` rows per task), or be finished."""
+    weights = expert_weights(material)
+    if source == PRETRAINED or _is_tensors(source):
+        return source_body(weights, source)
+    if _split(source)[0] in merge_methods():
+        return source_body(weights, learned_merge(material, source, rows))
+    config = RetexConfig(merge=source, exclude=["*"])
+    merged = RetexModel.from_experts(material.base, material.experts, config, progress=False).model.state_dict()
+    return {name: merged[name].float() for name in weights.base}
+
+
+@torch.no_grad()
+def source_body(weights: ExpertWeights, source: str | Mapping[str, Any]) -> Weights:
+    """The body that `source` names: `"pretrained"`, a merge that has nothing to learn, or the tensors themselves."""
+    if source == PRETRAINED:
+        return weights.base
+    if _is_tensors(source):
+        missing = [name for name in weights.base if name not in source]
+        if missing:
+            raise ConfigError(f"The body that features are to come from lacks tensor {missing[0]!r} of the model.")
+        return {name: source[name] for name in weights.base}
+    merger = get_merger(*_split(source), WeightTensors(weights))
+    return {
+        name: merger(name, base, [base + vector for vector in weights.vectors[name]])
+        for name, base in weights.base.items()
+    }
+
+
+def merge_name(merge: Merge) -> str:
+    """What to call a merge: the method, or the folder of a finished one."""
+    return Path(_split(merge)[0]).name
+
+
+def describe_merge(merge: Merge) -> dict[str, Any]:
+    """A merge in a few plain values: no path of this machine, and of coefficients per task and tensor the means."""
+    options = {}
+    for option, value in _split(merge)[1].items():
+        by_tensor = isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
+        options[option] = {task: fmean(inner.values()) for task, inner in value.items()} if by_tensor else value
+    return {"method": merge_name(merge), **options}
+
+
+def _is_tensors(source: str | Mapping[str, Any]) -> bool:
+    return isinstance(source, Mapping) and "method" not in source
+
+
+def _split(merge: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Method (or checkpoint) and options."""
+    if isinstance(merge, str):
+        return merge, {}
+    return merge["method"], {option: value for option, value in merge.items() if option != "method"}

@@ -1,0 +1,138 @@
+"""References without a router of their own: the experts themselves, the base, and one merged body for all tasks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..evaluation.method import Material, Prediction
+from ..expert_weights import Weights
+from .bodies import TaskBodies
+from .heads import HeadScores, most_confident
+from .identifier import Identifier, shared_identifier
+from .merges import CALIBRATION_ROWS, PRETRAINED, describe_merge, learned_merge, merge_name, shared_body
+
+HEADS = ("confidence", "identifier")
+
+
+class Individual(TaskBodies):
+    """The expert of the true task: what every method is measured against. Nothing here tells tasks apart."""
+
+    name = "individual"
+
+    def body(self, task: str) -> Weights:
+        return self.weights.expert_body(task)
+
+    def storage_bytes(self) -> int:
+        return len(self.weights.tasks) * self.weights.body_bytes()
+
+
+class OneBody(TaskBodies):
+    """One body for all tasks, under the head of the row's task.
+
+    Authors' scripts hand the true head to the model. Here, with the task unknown, the head is chosen as well:
+
+    Args:
+        head: `"confidence"` takes the head whose answer has the lowest entropy relative to the logarithm of its number
+            of classes; `"identifier"` takes the head of the task that our identifier says. Generators have no head.
+        identifier: Another one than the default, which all methods share.
+    """
+
+    modes = ("known", "unknown")
+    source: Any
+    """What the body is, in the words of `Identifier.source`."""
+
+    def __init__(self, head: str = "confidence", identifier: Identifier | None = None) -> None:
+        if head not in HEADS:
+            raise ConfigError(f"{type(self).__name__}: head must be one of {HEADS}, not {head!r}.")
+        self.head, self._given, self.identifier = head, identifier, None
+
+    def fit(self, material: Material) -> None:
+        super().fit(material)
+        self._body = self.make_body(material)
+        self.routes = self.head == "identifier" and self.readout.chooses_head
+        if self.routes:
+            self.identifier = shared_identifier(material, self._given)
+        elif self.readout.chooses_head:
+            self._scores = HeadScores(self.weights, self._body, self.readout)
+
+    @abstractmethod
+    def make_body(self, material: Material) -> Weights:
+        """The one body."""
+
+    def body(self, task: str) -> Weights:
+        return self._body
+
+    def module(self, task: str) -> nn.Module:
+        # All share the body, so none takes room of its own.
+        return self._cache.get(task, lambda: self.weights.module(self._body, task))
+
+    @torch.no_grad()
+    def predict(
+        self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
+    ) -> Prediction:
+        if tasks is None and self.readout.chooses_head and not self.routes:
+            chosen, answers = most_confident(self._scores(inputs))
+            return Prediction(answers, chosen)
+        if self.readout.chooses_head and any(self.weights.heads.values()):
+            return super().predict(inputs, tasks, oracle=oracle)
+        # No head inside the model, so all rows run together.
+        if tasks is None and self.readout.chooses_head:
+            tasks = self.choose(inputs)
+        output = self.readout.call(self.module(self.weights.tasks[0]), inputs)
+        return Prediction(self.readout.answers(output, tasks or []), None if tasks is None else list(tasks))
+
+    def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        return self.identifier.tasks_of(inputs)
+
+    def storage_bytes(self) -> int:
+        identifier = 0 if self.identifier is None else self.identifier.storage_bytes((self.source,))
+        return self.weights.body_bytes() + identifier
+
+
+class ZeroShotBase(OneBody):
+    """The pre-trained body under each task's head: what there was before any fine-tuning."""
+
+    name = "zero-shot"
+    source = PRETRAINED
+
+    def make_body(self, material: Material) -> Weights:
+        return self.weights.base
+
+
+class Merged(OneBody):
+    """A merged body, as ReTeX starts from it, with nothing recovered.
+
+    Args:
+        merge: As `RetexConfig.merge`: a registered method, one with options, or a finished merge.
+        head: See `OneBody`.
+        identifier: See `OneBody`.
+        name: How tables call it; default: the merge, and how the head is chosen where not by confidence.
+        calibration_rows: Rows per task that a merge learns from; see `learned_merge` for what it sees.
+    """
+
+    def __init__(
+        self,
+        merge: str | dict[str, Any] = "average",
+        head: str = "confidence",
+        identifier: Identifier | None = None,
+        *,
+        name: str | None = None,
+        calibration_rows: int = CALIBRATION_ROWS,
+    ) -> None:
+        super().__init__(head, identifier)
+        self.source, self.calibration_rows = merge, calibration_rows
+        by_identifier = "" if head == "confidence" else " (identified head)"
+        self.name = name or merge_name(merge) + by_identifier
+
+    def make_body(self, material: Material) -> Weights:
+        self.found = learned_merge(material, self.source, self.calibration_rows)
+        return shared_body(material, self.found)
+
+    def state(self) -> dict[str, Any]:
+        return {"merge": describe_merge(self.found)}
