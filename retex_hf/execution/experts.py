@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from ..recovery import RecoveryModule
 
 ALIGNMENT = 64  # bytes; what vector instructions like best
+# Where the windowed attentions of timm (TinyViT, LeViT, EfficientFormer) keep what they compute from their weights.
+BIAS_CACHE = "attention_bias_cache"
 
 
 def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weights: Tensor) -> dict[str, Tensor]:
@@ -81,6 +83,8 @@ def copy_with(
     expert = copy.deepcopy(model, memo)
     for module in expert.modules():
         _weaken_hooks(module)
+        if hasattr(module, BIAS_CACHE):
+            setattr(module, BIAS_CACHE, _NoCache())
     for name, tensor in tensors.items():
         if tensor.shape != named[name].shape:
             _update_size(expert.get_submodule(name.rpartition(".")[0]), tensor)
@@ -104,6 +108,26 @@ def _update_size(module: nn.Module, weight: Tensor) -> None:
         module.out_features, module.in_features = weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = weight.shape[0]
+
+
+class _NoCache(dict):
+    """Stands for a cache and gives each thing back once, to the thread that put it in.
+
+    A copy takes its model's caches along, though they belong to other weights; and the weights of a copy may mean other
+    tensors at every call, or carry gradients.
+    """
+
+    def __contains__(self, key: Hashable) -> bool:
+        return False
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        super().__setitem__((threading.get_ident(), key), value)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return self.pop((threading.get_ident(), key))
 
 
 def _weaken_hooks(module: nn.Module) -> None:

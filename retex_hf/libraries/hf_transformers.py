@@ -190,6 +190,8 @@ def labels_of(source: Source) -> dict[str, Any]:
     else:
         return {}
     labels = {key: config[key] for key in ("id2label", "problem_type") if config.get(key) is not None}
+    if config.get("label_names") is not None:  # how transformers writes the labels of timm's models
+        labels["id2label"] = dict(enumerate(config["label_names"]))
     if "id2label" in labels:
         labels["id2label"] = {str(key): str(value) for key, value in labels["id2label"].items()}
     return labels
