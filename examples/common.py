@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 from transformers.utils import logging
@@ -63,6 +64,8 @@ class Training:
     head_speed_up: float = 10.0
     # What the names of the head's parameters begin with.
     head: str = "classifier"
+    # Batch normalisation keeps the statistics of the base: averages of those of several experts fit no data at all.
+    fixed_statistics: bool = False
 
 
 def data_folder(kind: str) -> Path:
@@ -145,6 +148,10 @@ def descend(
     ]
     schedule = get_linear_schedule_with_warmup(optimizer, len(batches) // 10, len(batches))
     model.train()
+    if settings.fixed_statistics:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
     progress = tqdm(batches, desc=f"train {task.name}", unit="batch")
     for batch in progress:
         loss = loss_of(batch)

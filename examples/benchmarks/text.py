@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,9 +54,11 @@ def make_collate(base: Path) -> Collate:
     return quickstart.text_collate(AutoTokenizer.from_pretrained(base))
 
 
-def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
-    """Train one expert on four fifths of its training set."""
-    quickstart.fine_tune_expert(base, split_validation(task)[0], SETTINGS.get(task.name, OTHERS), folder)
+def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = None) -> None:
+    """Train one expert on four fifths of its training set; default: for as many epochs as the suite gives its task."""
+    settings = SETTINGS.get(task.name, OTHERS)
+    settings = replace(settings, epochs=epochs or settings.epochs)
+    quickstart.fine_tune_expert(base, split_validation(task)[0], settings, folder)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TaskError
-from ..evaluation.method import Material, Method, Prediction, grouped, take_rows
+from ..evaluation.method import Material, Method, Prediction, grouped, take_rows, without_padding
 from ..execution import ExpertCache
 from ..expert_weights import Weights
 from ..readout import Answer
@@ -46,7 +46,7 @@ class TaskBodies(Method):
         chosen = self.choose(inputs) if tasks is None else list(tasks)
         answers: list[Answer | None] = [None] * len(chosen)
         for task, rows in grouped(chosen).items():
-            output = self.readout.call(self.module(task), take_rows(inputs, rows))
+            output = self.readout.call(self.module(task), without_padding(take_rows(inputs, rows)))
             for row, answer in zip(rows.tolist(), self.readout.answers(output, [task] * len(rows)), strict=True):
                 answers[row] = answer
         return Prediction(answers, chosen)

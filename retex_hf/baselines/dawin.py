@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..evaluation.method import Material
+from ..evaluation.method import Material, without_padding
 from ..readout import entropy
-from .dynamic import Dynamic, Mixtures, without_padding
+from .dynamic import Dynamic, Mixtures
 from .static import Individual
 
 MOST_ROUNDS = 20

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..evaluation.method import Material, Method, Prediction, take_rows
+from ..evaluation.method import Material, Method, Prediction, take_rows, without_padding
 from ..execution import copy_with
 from ..expert_weights import ExpertWeights, Weights
 from ..readout import Answer, Readout
@@ -195,18 +195,6 @@ class Dynamic(Method):
 def one_hot(names: Sequence[str], tasks: Sequence[str]) -> Tensor:
     """One for each row's task, zero for others (rows, T)."""
     return torch.eye(len(names))[[names.index(task) for task in tasks]]
-
-
-def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of texts without the columns on the right that no row uses."""
-    mask = inputs.get("attention_mask")
-    if "input_ids" not in inputs or not isinstance(mask, Tensor) or not mask.any():
-        return dict(inputs)
-    used = int(mask.any(0).nonzero().max()) + 1
-    return {
-        name: value[:, :used] if isinstance(value, Tensor) and value.shape == mask.shape else value
-        for name, value in inputs.items()
-    }
 
 
 def row_keys(inputs: Mapping[str, Tensor]) -> list[bytes]:

@@ -13,9 +13,10 @@ from ..errors import ConfigError
 from ..evaluation.method import Material, Prediction
 from ..expert_weights import Weights
 from .bodies import TaskBodies
-from .heads import HeadScores, most_confident
+from .heads import most_confident
 from .identifier import Identifier, shared_identifier
 from .merges import CALIBRATION_ROWS, PRETRAINED, describe_merge, learned_merge, merge_name, shared_body
+from .shared_body import SharedBody
 
 HEADS = ("confidence", "identifier")
 
@@ -59,7 +60,7 @@ class OneBody(TaskBodies):
         if self.routes:
             self.identifier = shared_identifier(material, self._given)
         elif self.readout.chooses_head:
-            self._scores = HeadScores(self.weights, self._body, self.readout)
+            self._shared = SharedBody(self.weights, self._body)
 
     @abstractmethod
     def make_body(self, material: Material) -> Weights:
@@ -77,7 +78,7 @@ class OneBody(TaskBodies):
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
     ) -> Prediction:
         if tasks is None and self.readout.chooses_head and not self.routes:
-            chosen, answers = most_confident(self._scores(inputs))
+            chosen, answers = most_confident(self._shared.scores(self.readout, inputs, self.weights.tasks))
             return Prediction(answers, chosen)
         if self.readout.chooses_head and any(self.weights.heads.values()):
             return super().predict(inputs, tasks, oracle=oracle)

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
-from ..evaluation.method import Material, Method, Prediction
+from ..evaluation.method import Material, Method, Prediction, without_padding
 from ..expert_weights import ExpertWeights
 from ..readout import Answer, entropy
 from ..routing.features import pool
 from .blocks import layer_size, require_mlps
-from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic, without_padding
+from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic
 from .heads import most_confident
 from .shared_body import SharedBody
 from .weights import expert_weights

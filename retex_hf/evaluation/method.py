@@ -136,3 +136,15 @@ def grouped(tasks: Sequence[str]) -> dict[str, Tensor]:
 def take_rows(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """Some rows of a batch."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of texts without the columns on the right that no row uses."""
+    mask = inputs.get("attention_mask")
+    if "input_ids" not in inputs or not isinstance(mask, Tensor) or not mask.any():
+        return dict(inputs)
+    used = int(mask.any(0).nonzero().max()) + 1
+    return {
+        name: value[:, :used] if isinstance(value, Tensor) and value.shape == mask.shape else value
+        for name, value in inputs.items()
+    }

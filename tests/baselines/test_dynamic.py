@@ -9,8 +9,9 @@ from explicit import assert_rows_close, body_tensors, logits_of, raw, rows
 from helpers import TASKS
 from materials import make_material, mixed_batch
 
-from retex_hf.baselines.dynamic import Dynamic, Mixtures, row_keys, without_padding
+from retex_hf.baselines.dynamic import Dynamic, Mixtures, row_keys
 from retex_hf.baselines.weights import expert_weights
+from retex_hf.evaluation.method import without_padding
 
 COEFFICIENTS = torch.tensor([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0], [0.1, 0.1, 0.8]])
 

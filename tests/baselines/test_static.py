@@ -14,9 +14,10 @@ from transformers import BertModel
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.baselines import BASELINES, Individual, Merged, ZeroShotBase, expert_weights, make
-from retex_hf.baselines.heads import HeadScores, most_confident
+from retex_hf.baselines.heads import most_confident
 from retex_hf.baselines.identifier import shared_identifier
 from retex_hf.baselines.merges import describe_merge, learned_merge
+from retex_hf.baselines.shared_body import SharedBody
 from retex_hf.errors import ConfigError, InputError, TaskError
 from retex_hf.evaluation.method import Method, TaskData
 from retex_hf.merging.adamerging import learn_coefficients
@@ -134,20 +135,20 @@ def test_all_heads_see_one_pass_of_the_body(kind):
     material = make_material(kind)
     weights, inputs = expert_weights(material), mixed_batch(material)[0]
     body = weights.expert_body("green")
-    scores = HeadScores(weights, body, material.readout)
+    shared = SharedBody(weights, body)
     passes = []
-    for module in (scores._whole, *scores._models.values()):
-        for layer in module.modules():
-            if isinstance(layer, (torch.nn.LayerNorm, torch.nn.BatchNorm2d)):
-                layer.register_forward_hook(lambda module, args, output: passes.append(module))
-    found = scores(inputs)
+    layers = {layer for module in shared.modules.values() for layer in module.modules()}
+    for layer in layers:
+        if isinstance(layer, (torch.nn.LayerNorm, torch.nn.BatchNorm2d)):
+            layer.register_forward_hook(lambda module, args, output: passes.append(module))
+    found = shared.scores(material.readout, inputs, TASKS)
     assert len(passes) == len(set(passes)) > 0
     for task in TASKS:
         expected = material.readout.logits(weights.module(body, task), inputs, task)
         torch.testing.assert_close(found[task], expected)
 
 
-def test_heads_inside_the_backbone_get_a_pass_each():
+def test_heads_inside_the_backbone():
     material = make_material("bert")
     bare = BertModel(material.base.config, add_pooling_layer=False)
     bare.load_state_dict(material.base.state_dict(), strict=False)
@@ -155,7 +156,7 @@ def test_heads_inside_the_backbone_get_a_pass_each():
     weights, inputs = expert_weights(material), mixed_batch(material)[0]
     assert "bert.pooler.dense.weight" in weights.heads["red"]
     body = weights.expert_body("green")
-    found = HeadScores(weights, body, material.readout)(inputs)
+    found = SharedBody(weights, body).scores(material.readout, inputs, TASKS)
     for task in TASKS:
         expected = material.readout.logits(weights.module(body, task), inputs, task)
         torch.testing.assert_close(found[task], expected)

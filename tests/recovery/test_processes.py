@@ -44,8 +44,8 @@ def folders(tmp_path_factory) -> Path:
 def command(folders: Path, output: Path, processes: int, *flags: str) -> list[str]:
     experts = [f"--expert={task}={folders / task}" for task in ("red", "green", "blue")]
     return [
-        sys.executable, *launcher(processes), str(SCRIPT), f"--base={folders / 'base'}", *experts, f"--output-dir={output}",
-        "--rank=4", "--cpu", *flags,
+        sys.executable, *launcher(processes), str(SCRIPT), f"--base={folders / 'base'}", *experts,
+        f"--output-dir={output}", "--rank=4", "--cpu", *flags,
     ]  # fmt: skip
 
 

@@ -1,0 +1,146 @@
+"""Corrupted images: is the task still known, and is the answer still right?
+
+    python examples/benchmarks/corrupted.py --recipe examples/recipes/experiments/vision8.yaml --severities 1 3 5
+
+Test images are corrupted, everything else (merging, recovery, reference inputs) is as for clean ones. For ReTeX the
+table has the identification of the task, the accuracy with oracle routing and the accuracy with the task unknown; for
+the merged models the accuracy under the head given, as in the paper, and with the head chosen. The recipe's methods
+take the place of the merged models where it names some. Writes `corrupted.{json,md,png}`. 50 test rows per task are
+used unless `--rows` says otherwise. `--only` computes only cells (method, kind, severity) with that text in their name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from corruptions import KINDS, corrupt
+from experiment import RETEX, MethodSpec, Study, lines_figure, load, markdown_table, pack, parse, run, unpack, write
+from matplotlib.figure import Figure
+from measuring import accuracy, identification, run_each
+from merges import MERGES, learn_merges
+from PIL import Image
+
+from retex_hf.errors import InputError
+from retex_hf.evaluation import Method, TaskData
+from retex_hf.evaluation.run import Evaluation
+
+ROWS = 50
+CLEAN = "clean"
+SEVERITIES = (3, 5)
+MERGED = ("average", "AdaMerging")
+
+
+def corrupted_task(data: TaskData, kind: str, severity: int, seed: int) -> TaskData:
+    """A task whose images are corrupted, each by its own chance; arrays stay arrays and pictures pictures."""
+    inputs = []
+    for row, image in enumerate(data.inputs):
+        picture = isinstance(image, Image.Image)
+        pixels = np.asarray(image.convert("RGB")) if picture else image
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+            raise InputError(
+                f"Task {data.name!r}: corruptions need images, and input {row} is a {type(image).__name__}."
+            )
+        changed = corrupt(pixels[None], kind, severity, seed + row)[0]
+        inputs.append(Image.fromarray(changed) if picture else changed)
+    return replace(data, inputs=inputs)
+
+
+class Fitted:
+    """Methods, fitted when first asked for; only the latest is kept, because cells come method by method."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self._latest: tuple[MethodSpec, Method] | None = None
+
+    def test(self, spec: MethodSpec, kind: str, severity: int) -> Evaluation:
+        """One method on one kind of test set."""
+        if self._latest is None or self._latest[0] != spec:
+            method, self._latest = spec.make(), None
+            method.fit(self.study.material)
+            self._latest = (spec, method)
+        tests, seed = self.study.tests, self.study.material.seed
+        if kind != CLEAN:
+            tests = [corrupted_task(test, kind, severity, seed) for test in tests]
+        return replace(self.study, tests=tests).test(self._latest[1], ("known", "unknown"))
+
+
+def specs(study: Study, merges: Mapping[str, Any]) -> list[MethodSpec]:
+    """ReTeX, and what it is compared with: the recipe's methods, or merged models."""
+    default = [{"merged": {"merge": merge, "label": name}} for name, merge in merges.items()]
+    others = [spec for spec in study.methods(default) if spec.name != RETEX]
+    return [MethodSpec.parse({RETEX: {"label": RETEX}}, study.recipe.config), *others]
+
+
+def as_row(found: Mapping[str, Evaluation]) -> dict[str, float | None]:
+    """All figures of one test set."""
+    row: dict[str, float | None] = {}
+    for label, evaluation in found.items():
+        if label == RETEX:
+            row["task identified"] = identification(evaluation)
+        for mode in ("known", "unknown"):
+            name = {"known": "oracle" if label == RETEX else "head given", "unknown": "task unknown"}[mode]
+            row[f"{label}, {name}"] = accuracy(evaluation, mode) if mode in evaluation.scores else None
+    return row
+
+
+def main() -> None:
+    recipe, arguments = parse(
+        __doc__,
+        "vision8.yaml",
+        kinds={"nargs": "+", "choices": list(KINDS), "default": list(KINDS), "help": "of corruption"},
+        severities={"nargs": "+", "type": int, "choices": range(1, 6), "default": list(SEVERITIES), "help": "1 to 5"},
+        merges={
+            "nargs": "*",
+            "choices": list(MERGES),
+            "default": list(MERGED),
+            "help": "merged models beside it",
+        },
+    )
+    work = arguments.work_dir
+    study = load(recipe.with_rows(arguments.rows or ROWS), work, mirror=arguments.mirror)
+    conditions = [(CLEAN, 0), *((kind, severity) for severity in arguments.severities for kind in arguments.kinds)]
+    methods, fitted = specs(study, learn_merges(study, work, arguments.merges)), Fitted(study)
+    cells: dict[str, tuple[Any, Callable[[], Any]]] = {}
+    for spec in methods:
+        for kind, severity in conditions:
+            key = f"{spec.label}, {kind} {severity}"
+            built = [spec.name, spec.options, kind, severity]
+            cells[key] = (built, lambda s=spec, k=kind, v=severity: pack(fitted.test(s, k, v)))
+    if arguments.only is not None:
+        cells = {key: cell for key, cell in cells.items() if arguments.only in key}
+    done = run_each(work, "corrupted", cells, study.identity("corrupted"))
+    if arguments.only is not None:
+        print(f"Finished {len(done)} cells; run without --only for the table.")
+        return
+    records = []
+    for kind, severity in conditions:
+        found = {spec.label: unpack(done[f"{spec.label}, {kind} {severity}"]) for spec in methods}
+        records.append({"kind": kind, "severity": severity, **as_row(found)})
+    write(work, "corrupted", {"rows": records}, as_markdown(records), as_figure(records))
+
+
+def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """One row per test set."""
+    names = [name for name in records[0] if name not in ("kind", "severity")]
+    rows = [[r["kind"], r["severity"] or None, *(r[name] for name in names)] for r in records]
+    return "## Corrupted images\n\n" + markdown_table(["test set", "severity", *names], rows)
+
+
+def as_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel per figure of the table, a line per kind of corruption over severity; clean images are severity 0."""
+    names = [name for name in records[0] if name not in ("kind", "severity") and records[0][name] is not None]
+    clean, kinds = records[0], list(dict.fromkeys(r["kind"] for r in records if r["kind"] != CLEAN))
+    panels = {}
+    for name in names:
+        panels[name] = {}
+        for kind in kinds:
+            points = [(0, clean[name]), *((r["severity"], r[name]) for r in records if r["kind"] == kind)]
+            panels[name][kind] = tuple(zip(*sorted(points), strict=True))
+    return lines_figure(panels, "severity", "accuracy", xticks=sorted({r["severity"] for r in records}))
+
+
+if __name__ == "__main__":
+    run(main)

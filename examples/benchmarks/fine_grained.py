@@ -1,0 +1,99 @@
+"""Tasks that look alike: the classes of one data set dealt to disjoint groups, an expert for each group.
+
+    python examples/benchmarks/fine_grained.py                     # banking77 in seven groups of eleven intents
+    python examples/benchmarks/fine_grained.py --recipe examples/recipes/experiments/vision8.yaml --data gtsrb
+
+Writes `fine_grained.json`, `.md` and `.png` into the work dir. All groups share one kind of input, so which group a row
+belongs to is as hard to say as its class. The recipe gives the suite and the settings; its tasks are not used. Experts
+are fine-tuned here, once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import Task
+from experiment import RETEX, as_study, pack, parse, run, run_cells, unpack, write
+from sources import suite_sources
+
+from retex_hf.errors import ConfigError
+from retex_hf.evaluation.figures import plot_report
+from retex_hf.evaluation.report import Report
+
+INDIVIDUAL = "individual"
+METHODS: list[dict[str, dict[str, Any]]] = [
+    {INDIVIDUAL: {}},
+    {"zero_shot": {"label": "zero-shot"}},
+    {"merged": {"merge": "average", "label": "average"}},
+    {"merged": {"merge": {"method": "task_arithmetic", "scale": 0.3}, "label": "task arithmetic"}},
+    {"merged": {"merge": "ties", "label": "TIES"}},
+    {"id_emr": {"label": "ID-EMR"}},
+    {"sim": {"label": "SiM"}},
+    {RETEX: {"label": RETEX}},
+]
+
+
+def class_groups(task: Task, count: int, seed: int = 0) -> list[Task]:
+    """The classes of a task, shuffled and dealt to `count` tasks of about one size, labels numbered anew."""
+    classes = list(range(len(task.label_names)))
+    most = len(classes) // 2
+    if not 2 <= count <= most:
+        raise ConfigError(f"The {len(classes)} classes of {task.name} make between 2 and {most} groups, not {count}.")
+    random.Random(seed).shuffle(classes)
+    return [_group(task, f"{task.name}-{i + 1}of{count}", sorted(classes[i::count])) for i in range(count)]
+
+
+def _group(task: Task, name: str, classes: Sequence[int]) -> Task:
+    def rows(inputs: Sequence[Any], labels: Sequence[int]) -> tuple[list[Any], list[int]]:
+        chosen = [row for row, label in enumerate(labels) if label in classes]
+        return [inputs[row] for row in chosen], [classes.index(labels[row]) for row in chosen]
+
+    train, test = rows(task.train_inputs, task.train_labels), rows(task.test_inputs, task.test_labels)
+    return Task(name, [task.label_names[label] for label in classes], *train, *test)
+
+
+def main() -> None:
+    recipe, arguments = parse(
+        __doc__,
+        "shipped-text.yaml",
+        data={"default": "banking77", "help": "the task of the suite whose classes are dealt"},
+        groups={"type": int, "default": 7, "help": "how many groups"},
+        epochs={"type": int, "default": 8, "help": "of fine-tuning each expert"},
+    )
+    work = arguments.work_dir
+    if recipe.suite not in ("text", "vision"):
+        raise ConfigError(f"Groups of classes are made from the suites text and vision, not from {recipe.suite!r}.")
+    tasks = class_groups(importlib.import_module(recipe.suite).load_task(arguments.data), arguments.groups)
+    recipe = replace(recipe, tasks=[task.name for task in tasks], sizes=[], unseen=[])
+    study = as_study(recipe, suite_sources(recipe, tasks, work, epochs=arguments.epochs), recipe.tasks)
+    specs = {f"fine-grained, {spec.label}": spec for spec in study.methods(METHODS)}
+    done = run_cells(
+        work / "cells",
+        {key: lambda spec=spec: pack(study.evaluate(spec.make(), ("known", "unknown"))) for key, spec in specs.items()},
+        study.identity("fine_grained", epochs=arguments.epochs),
+        built={key: [spec.name, spec.options] for key, spec in specs.items()},
+        only=arguments.only,
+    )
+    evaluations = [unpack(cell) for cell in done.values()]
+    names = [evaluation.method for evaluation in evaluations]
+    report = Report(
+        evaluations,
+        INDIVIDUAL if INDIVIDUAL in names else None,
+        recipe.seeds[0],
+        reference=RETEX if RETEX in names else None,
+    )
+    title = f"# Fine-grained tasks: {arguments.data} in {arguments.groups} groups of classes"
+    page = report.markdown().replace("# Results", title, 1)
+    write(work, "fine_grained", report.summary(), page, plot_report(report.summary()))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,177 @@
+"""The main tables: every system of the paper on the same experts, for growing numbers of tasks.
+
+    python examples/benchmarks/main_table.py --recipe examples/recipes/experiments/shipped-text.yaml
+    python examples/benchmarks/main_table.py --recipe examples/recipes/experiments/text8.yaml --only "8 tasks"
+
+Writes `main_table.json`, `.md` and `.png` into the work dir. A cell is one method on one number of tasks, kept when it
+is done: an interrupted run goes on, a changed recipe is computed anew. A recipe without `methods` compares those below.
+
+The three questions are kept apart. Systems that keep something per task answer the same under oracle routing as with
+the task known, so oracle routing is run for those only that mix by a router, and on the largest number of tasks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiment import (
+    RETEX,
+    MethodSpec,
+    Study,
+    lines_figure,
+    load,
+    markdown_table,
+    pack,
+    parse,
+    run,
+    run_cells,
+    unpack,
+    write,
+)
+from matplotlib.figure import Figure
+from merges import MERGES, learned
+
+from retex_hf import merge_methods
+from retex_hf.baselines import expert_weights
+from retex_hf.baselines.merges import source_body
+from retex_hf.errors import ConfigError
+from retex_hf.evaluation import Method
+from retex_hf.evaluation.report import Report
+from retex_hf.evaluation.run import Evaluation
+
+INDIVIDUAL = "individual"
+ADAMERGING = MERGES["AdaMerging"]
+PLUS = {**ADAMERGING, "trim": True}
+# The authors' own training takes hours on a CPU: fewer steps, fewer rows to train routers on.
+WEMOE = {"steps": 60, "rows_per_task": 4}
+MIXING = ("twin_merging", "dawin", "wemoe", "mow")
+METHODS: list[dict[str, dict[str, Any]]] = [
+    {INDIVIDUAL: {}},
+    {"zero_shot": {"label": "zero-shot"}},
+    *({"merged": {"merge": merge, "label": name}} for name, merge in MERGES.items()),
+    {"merged": {"merge": PLUS, "label": "AdaMerging++"}},
+    {"merged": {"head": "identifier", "label": "average, identified head"}},
+    {"emr": {"label": "EMR"}},
+    {"id_emr": {"label": "ID-EMR"}},
+    {"id_lora": {"label": "ID-LoRA"}},
+    {"twin_merging": {"rows_per_task": 400, "validation_rows": 100, "remember": True, "label": "Twin-Merging"}},
+    {"dawin": {"remember": True, "label": "DaWin"}},
+    {"wemoe": {**WEMOE, "label": "WEMoE"}},
+    {"mow": {"validation_rows": 100, "remember": True, "label": "MoW"}},
+    {"sim": {"label": "SiM"}},
+    {RETEX: {"label": RETEX}},
+    {RETEX: {"num_reference": 256, "label": f"{RETEX}, 256 references"}},
+    *({RETEX: {"merge": merge, "label": f"{RETEX} on {name}"}} for name, merge in MERGES.items() if name != "average"),
+]
+
+
+def make(spec: MethodSpec, study: Study, work: Path) -> Method:
+    """A method of the table; what several learn alike is learned once."""
+    options = dict(spec.options)
+    merge = options.get("merge")
+    if isinstance(merge, str) and merge in merge_methods():
+        merge = {"method": merge}
+    if isinstance(merge, dict):
+        options["merge"] = learned(study, work, merge)
+    if spec.name == "mow" and "static" not in options:
+        options["static"] = source_body(expert_weights(study.material), learned(study, work, PLUS))
+    return MethodSpec(spec.name, spec.label, options).make()
+
+
+def run_size(study: Study, specs: Sequence[MethodSpec], work: Path, whole: bool, only: str | None) -> list[Evaluation]:
+    """Evaluations of all methods on the study's tasks, those that are finished or that `only` asks for."""
+    cells, built = {}, {}
+    for spec in specs:
+        modes = ("known", "unknown", "oracle") if whole and spec.name in MIXING else ("known", "unknown")
+        key = f"{len(study.tasks)} tasks, {spec.label}"
+        built[key] = {"method": spec.name, "options": spec.options, "modes": modes}
+        if spec.name == "mow":
+            built[key]["static"] = PLUS
+        cells[key] = lambda spec=spec, modes=modes: pack(study.evaluate(make(spec, study, work), modes))
+    done = run_cells(work / "cells", cells, study.identity("main_table"), built=built, only=only)
+    study.release()
+    return [unpack(cell) for cell in done.values()]
+
+
+def growth(reports: Mapping[int, Report], mode: str, figure: str) -> dict[str, dict[int, float]]:
+    """`{method: {number of tasks: mean}}` of one mode; `figure` is accuracy, normalised or identification."""
+    found: dict[str, dict[int, float]] = {}
+    for size, report in reports.items():
+        for name, method in report.summary()["methods"].items():
+            values = method["modes"].get(mode, {}).get(figure)
+            if values is not None:
+                found.setdefault(name, {})[size] = values.get("mean", values)["value"]
+    return found
+
+
+def growth_table(reports: Mapping[int, Report]) -> str:
+    """Accuracy relative to the individual experts by number of tasks, known and unknown apart."""
+    figure = "accuracy" if next(iter(reports.values())).individual is None else "normalised"
+    known, unknown = (growth(reports, mode, figure) for mode in ("known", "unknown"))
+    identified = growth(reports, "unknown", "identification")
+    columns = ["method"]
+    columns += [f"{title}, {size} tasks" for title in ("known", "unknown", "identified") for size in reports]
+    names = list(dict.fromkeys(name for report in reports.values() for name in report.methods))
+    rows = [
+        [name, *(of.get(name, {}).get(size) for of in (known, unknown, identified) for size in reports)]
+        for name in names
+    ]
+    return markdown_table(columns, rows)
+
+
+def comparisons(report: Report) -> str:
+    """ReTeX, task unknown, against every method that answers that question: differences paired by rows."""
+    lines = []
+    for name in report.methods:
+        if name == RETEX or "unknown" not in report.summary()["methods"][name]["modes"]:
+            continue
+        found = report.difference(RETEX, name, "unknown")
+        value, low, high = (100 * number for number in (found.value, found.low, found.high))
+        lines.append(f"- {RETEX} minus {name}: {value:+.1f} [{low:+.1f}, {high:+.1f}]")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def markdown(reports: Mapping[int, Report], recipe: str) -> str:
+    """The whole page: growth, comparisons, and the full report on all tasks."""
+    last = reports[max(reports)]
+    experts = "relative to the individual experts" if last.individual else "accuracy"
+    parts = [f"# Main table: {recipe}", f"Means over tasks, {experts}.", growth_table(reports)]
+    if RETEX in last.methods and comparisons(last):
+        where = f"on {max(reports)} tasks, task unknown"
+        parts += [f"Mean accuracy {where}, in points; 95 % intervals, paired bootstrap:", comparisons(last)]
+    parts += [f"# On {max(reports)} tasks", last.markdown().removeprefix("# Results").strip()]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def figure(reports: Mapping[int, Report]) -> Figure:
+    """Accuracy against the number of tasks, one line per method, task known and unknown apart."""
+    kind = "accuracy" if next(iter(reports.values())).individual is None else "normalised"
+    panels = {
+        title: {name: (list(values), list(values.values())) for name, values in growth(reports, mode, kind).items()}
+        for title, mode in (("task known", "known"), ("task unknown", "unknown"))
+    }
+    return lines_figure(panels, "tasks", f"{kind} accuracy" if kind != "accuracy" else kind, xticks=list(reports))
+
+
+def main() -> None:
+    recipe, arguments = parse(__doc__, "shipped-text.yaml")
+    work = arguments.work_dir
+    study = load(recipe, work, mirror=arguments.mirror)
+    specs = study.methods(METHODS)
+    reports = {}
+    for size in study.sizes:
+        part = study.subset(size)
+        evaluations = run_size(part, specs, work, size == max(study.sizes), arguments.only)
+        if evaluations:
+            names = [evaluation.method for evaluation in evaluations]
+            reports[size] = Report(evaluations, INDIVIDUAL if INDIVIDUAL in names else None, recipe.seeds[0])
+    if not reports:
+        raise ConfigError(f"No method of the recipe is called anything with {arguments.only!r} in it.")
+    results = {"recipe": recipe.to_dict(), "sizes": {str(size): report.summary() for size, report in reports.items()}}
+    write(work, "main_table", results, markdown(reports, arguments.recipe.stem), figure(reports))
+
+
+if __name__ == "__main__":
+    run(main)

