@@ -15,16 +15,13 @@ tasks exist.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,19 +37,20 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import text
 from common import (
-    DATA,
     Collate,
     Task,
     Training,
+    data_folder,
     descend,
     quiet,
-    read_json,
     split_validation,
     train_experts,
     whole_folder,
 )
 from onnx_weights import read_weights
+from text import available
 
 from retex_hf.readout import Generator
 
@@ -108,30 +106,6 @@ NETWORK = {
 EMBEDDINGS = ("shared.weight", "lm_head.weight")
 
 
-def data_folder() -> Path:
-    """Where the text tasks are: RETEX_DATA, else the shared data beside the repository, else the shipped ones."""
-    if "RETEX_DATA" in os.environ:
-        return Path(os.environ["RETEX_DATA"]) / "text"
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data" / "text"
-    return beside if beside.is_dir() else DATA / "text"
-
-
-def available(names: Iterable[str]) -> list[str]:
-    """Those of the tasks whose data are here."""
-    return [name for name in names if (data_folder() / name).is_dir()]
-
-
-def read_rows(folder: Path, split: str) -> list[dict[str, str | int]]:
-    """The rows of one part of a task, compressed or not."""
-    plain, compressed = folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"
-    if not plain.is_file() and not compressed.is_file():
-        sys.exit(
-            f"{plain} is missing: put the data of task {folder.name!r} there, or name their folder with RETEX_DATA."
-        )
-    with open(plain, encoding="utf-8") if plain.is_file() else gzip.open(compressed, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def prompt(task: str, text: str) -> str:
     """A text as the model sees it: what is asked, then the text."""
     return f"{TASKS[task].question}: {text}"
@@ -144,14 +118,13 @@ def answer(label: str) -> str:
 
 def load_task(name: str) -> Task:
     """One text task with prompted inputs; the names of its labels are the answers."""
-    folder = data_folder() / name
-    columns = []
-    for split in ("train", "test"):
-        rows = read_rows(folder, split)
-        columns += [[prompt(name, row["text"]) for row in rows], [row["label"] for row in rows]]
-    labels = read_json(folder / "labels.json")
-    names = labels["labels"] if isinstance(labels, dict) else labels
-    return Task(name, [answer(label) for label in names], *columns)
+    task = text.load_task(name)
+    return replace(
+        task,
+        label_names=[answer(label) for label in task.label_names],
+        train_inputs=[prompt(name, row) for row in task.train_inputs],
+        test_inputs=[prompt(name, row) for row in task.test_inputs],
+    )
 
 
 def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
@@ -243,7 +216,7 @@ def main() -> None:
     quiet()
     names = arguments.tasks or available(TASKS)
     if not names:
-        sys.exit(f"{data_folder()}: none of the tasks {', '.join(TASKS)} is here.")
+        sys.exit(f"{data_folder('text')}: none of the tasks {', '.join(TASKS)} is here.")
     prepare(arguments.work_dir, names)
 
 
