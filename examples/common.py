@@ -24,6 +24,10 @@ from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 from transformers.utils import logging
 
 from retex_hf import RetexModel
+from retex_hf.evaluation import Collate, Material, TaskData
+from retex_hf.evaluation import evaluate as evaluate_method
+from retex_hf.evaluation.retex import Retex
+from retex_hf.readout import Classifier
 
 DATA = Path(__file__).resolve().parent / "data"
 SECONDS = "seconds.json"
@@ -35,9 +39,6 @@ COLUMNS = {
     "task_unknown": "ReTeX, task unknown",
     "identification": "task identified",
 }
-
-Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
-"""Turns a list of raw inputs (texts, images) into the keyword arguments of a model's forward."""
 
 
 @dataclass(frozen=True)
@@ -230,24 +231,19 @@ def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: st
     return right / len(task.test_inputs)
 
 
-@torch.inference_mode()
 def accuracy_on_mixed_stream(model: RetexModel, tasks: Sequence[Task], collate: Collate) -> dict[str, dict[str, float]]:
-    """One shuffled stream of all tests, nothing told: a row counts only if both its task and its class are right."""
-    stream = [(task, i) for task in tasks for i in range(len(task.test_inputs))]
-    random.Random(0).shuffle(stream)
-    identified = {task.name: 0 for task in tasks}
-    right = {task.name: 0 for task in tasks}
-    for start in tqdm(range(0, len(stream), EVALUATION_BATCH), desc="mixed stream, task unknown", unit="batch"):
-        rows = stream[start : start + EVALUATION_BATCH]
-        output = model(**collate([task.test_inputs[i] for task, i in rows]))
-        classes = output.logits.argmax(-1).tolist()
-        for (task, i), found, predicted in zip(rows, output.routing.tasks, classes, strict=True):
-            identified[task.name] += found == task.name
-            right[task.name] += found == task.name and predicted == task.test_labels[i]
+    """One shuffled stream of all tests: `task_given`, `task_unknown` (a row counts only if both its task and its class
+    are right) and `identification`, per task."""
+    method = Retex(model=model)
+    # A finished model has nothing left to see.
+    method.fit(Material(base=None, experts={}, train={}, validation={}, collate=collate, readout=Classifier()))
+    tests = [TaskData(task.name, task.test_inputs, task.test_labels, task.label_names) for task in tasks]
+    scores = evaluate_method(method, tests, collate, modes=("known", "unknown"), batch_size=EVALUATION_BATCH).scores
     return {
         task.name: {
-            "task_unknown": right[task.name] / len(task.test_inputs),
-            "identification": identified[task.name] / len(task.test_inputs),
+            "task_given": scores["known"][task.name].accuracy,
+            "task_unknown": scores["unknown"][task.name].accuracy,
+            "identification": float(scores["unknown"][task.name].identified.mean()),
         }
         for task in tasks
     }
@@ -267,7 +263,6 @@ def evaluate(
             return model(**inputs, task=task.name)
 
         row = results[task.name]
-        row["task_given"] = accuracy(told, task, collate, f"{task.name}, task given")
         with model.disable_adapter():  # the merged weights, under the head of this task
             row["merged"] = accuracy(told, task, collate, f"{task.name}, merged")
         row["individual"] = accuracy(load_expert(task.name), task, collate, f"{task.name}, expert")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,8 +65,8 @@ def main() -> None:
         for name, model in tqdm(models.items(), desc="depths", unit="depth"):
             trunk = model.retex_config.trunk
             kept = "" if trunk is None else f"{sum(c['agreement'] for c in trunk['cost'].values()) / len(tasks):.3f}"
-            given = {task.name: accuracy(partial(model, task=task.name), task, suite.collate, None) for task in tasks}
             stream = accuracy_on_mixed_stream(model, tasks, suite.collate)
+            given = {task: found["task_given"] for task, found in stream.items()}
             unknown = {task: found["task_unknown"] for task, found in stream.items()}
             identified = sum(found["identification"] for found in stream.values()) / len(tasks)
             tqdm.write(
