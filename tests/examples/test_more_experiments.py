@@ -170,7 +170,7 @@ def test_learned_merges_have_numbers_and_are_learned_once(study, tmp_path, monke
     assert 0 < found["consensus"]["scale"] <= 1
     for merge in found.values():
         build(study, merge=merge)
-    monkeypatch.setattr(merges, "learn", lambda *_: pytest.fail("a finished merge was learned again"))
+    monkeypatch.setattr(merges, "learned_merge", lambda *_: pytest.fail("a finished merge was learned again"))
     assert merges.learn_merges(study, tmp_path) == found
 
 
