@@ -7,12 +7,14 @@ Writes `main_table.json`, `.md` and `.png` into the work dir. A cell is one meth
 is done: an interrupted run goes on, a changed recipe is computed anew. A recipe without `methods` compares those below.
 
 The three questions are kept apart. Systems that keep something per task answer the same under oracle routing as with
-the task known, so oracle routing is run for those only that mix by a router, and on the largest number of tasks only.
+the task known, so oracle routing is run for those only that mix by a router, and shown on the largest number of tasks
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from matplotlib.figure import Figure
 from merges import MERGES, learned
 
 from retex_hf import merge_methods
-from retex_hf.baselines import expert_weights
+from retex_hf.baselines import BASELINES, expert_weights
 from retex_hf.baselines.merges import source_body
 from retex_hf.errors import ConfigError
 from retex_hf.evaluation import Method
@@ -92,7 +94,18 @@ def run_size(study: Study, specs: Sequence[MethodSpec], work: Path, whole: bool,
         cells[key] = lambda spec=spec, modes=modes: pack(study.evaluate(make(spec, study, work), modes))
     done = run_cells(work / "cells", cells, study.identity("main_table"), built=built, only=only)
     study.release()
-    return [unpack(cell) for cell in done.values()]
+    routers = {key for key, spec in zip(cells, specs, strict=True) if routes(spec)} if whole else set()
+    return [with_oracle(unpack(cell)) if key in routers else unpack(cell) for key, cell in done.items()]
+
+
+def routes(spec: MethodSpec) -> bool:
+    """Whether a system chooses among parts that belong to one task each."""
+    return spec.name == RETEX or (BASELINES[spec.name].routes and spec.name not in MIXING)
+
+
+def with_oracle(evaluation: Evaluation) -> Evaluation:
+    """Told the task, such a system takes that task's part, which is what oracle routing asks for."""
+    return replace(evaluation, scores={**evaluation.scores, "oracle": evaluation.scores["known"]})
 
 
 def growth(reports: Mapping[int, Report], mode: str, figure: str) -> dict[str, dict[int, float]]:
