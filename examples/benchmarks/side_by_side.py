@@ -1,0 +1,53 @@
+"""Main tables of several suites in one: the table in the README.
+
+    python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
+
+Reads the `main_table.json` that main_table.py left in each work dir, and prints, for the largest number of tasks,
+accuracy relative to the individual experts with the task known and unknown, and what is stored besides one model as a
+share of all experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import read_json
+from experiment import markdown_table
+
+
+def column(methods: dict[str, Any], name: str) -> list[str]:
+    """Known, unknown, added storage of one method; empty where a suite or a mode does not have it."""
+    if name not in methods:
+        return ["", "", ""]
+    modes = methods[name]["modes"]
+    found = [f"{modes[mode]['normalised']['value']:.3f}" if mode in modes else "" for mode in ("known", "unknown")]
+    return [*found, f"{methods[name]['storage']['added']:.1%}"]
+
+
+def table(suites: dict[str, dict[str, Any]]) -> str:
+    """`suites`: the methods of each suite, by its name."""
+    names = list(dict.fromkeys(name for methods in suites.values() for name in methods))
+    header = ["method", *(f"{suite}, {what}" for suite in suites for what in ("known", "unknown", "added"))]
+    return markdown_table(
+        header, [[name, *(cell for m in suites.values() for cell in column(m, name))] for name in names]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Main tables of several suites in one.")
+    parser.add_argument("suites", nargs="+", metavar="NAME=FOLDER", help="work dirs of main_table.py")
+    folders = dict(suite.split("=", 1) for suite in parser.parse_args().suites)
+    suites = {}
+    for name, folder in folders.items():
+        sizes = read_json(Path(folder) / "main_table.json")["sizes"]
+        suites[name] = sizes[max(sizes, key=int)]["methods"]
+    print(table(suites))
+
+
+if __name__ == "__main__":
+    main()
