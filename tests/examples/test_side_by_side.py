@@ -1,0 +1,37 @@
+"""Main tables of several suites in one: every figure under its own suite, and nothing where a suite has none."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import side_by_side
+
+
+def method(known: float, unknown: float | None, added: float) -> dict:
+    modes = {"known": {"normalised": {"value": known}}}
+    if unknown is not None:
+        modes["unknown"] = {"normalised": {"value": unknown}}
+    return {"modes": modes, "storage": {"added": added}}
+
+
+def test_every_figure_stands_under_its_suite(tmp_path, monkeypatch, capsys):
+    small = {"individual": method(0.5, None, 0.75)}
+    tables = {
+        "a": {"sizes": {"4": {"methods": small}, "10": {"methods": {"individual": method(1, None, 0.9)}}}},
+        "b": {
+            "sizes": {"8": {"methods": {"individual": method(1, None, 0.875), "ReTeX": method(0.99, 0.981, 0.0351)}}}
+        },
+    }
+    for name, table in tables.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "main_table.json").write_text(json.dumps(table))
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", *(f"{name}={tmp_path / name}" for name in tables)])
+    side_by_side.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "| method | a, known | a, unknown | a, added | b, known | b, unknown | b, added |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        "| individual | 1.000 |  | 90.0% | 1.000 |  | 87.5% |",
+        "| ReTeX |  |  |  | 0.990 | 0.981 | 3.5% |",
+        "",
+    ]
