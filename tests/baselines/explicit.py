@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from helpers import TASKS
 from torch import Tensor
 
-from retex_hf.evaluation.method import Material
+from retex_hf.evaluation.method import Material, Method
 from retex_hf.readout import Classifier
 
 
@@ -56,3 +57,23 @@ def assert_rows_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> No
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs.view_as(ours), rtol=1e-3, atol=1e-3)
+
+
+def assert_all_modes(
+    method: Method,
+    inputs: Mapping[str, Tensor],
+    tasks: Sequence[str],
+    shares: np.ndarray,
+    heads: Sequence[str],
+    by_hand: Callable[[dict[str, Tensor], np.ndarray, str], Tensor],
+) -> None:
+    """A method that mixes by `shares` (rows, T) answers, in each mode, as the mixture made by hand for every row."""
+    one_hot = np.eye(len(TASKS))[[TASKS.index(task) for task in tasks]]
+    for prediction, coefficients, under in (
+        (method.predict(inputs), shares, heads),
+        (method.predict(inputs, tasks), shares, tasks),
+        (method.predict(inputs, tasks, oracle=True), one_hot, tasks),
+    ):
+        assert prediction.tasks == under
+        expected = [by_hand(*each) for each in zip(rows(inputs), coefficients, under, strict=True)]
+        assert_rows_close(prediction.answers, expected)

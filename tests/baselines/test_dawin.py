@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from explicit import assert_rows_close, body_tensors, logits_of, raw, rows
+from explicit import assert_all_modes, body_tensors, logits_of, raw, rows
 from helpers import TASKS
 from materials import make_material, mixed_batch
 
@@ -43,15 +43,7 @@ def test_bodies_are_those_of_the_equation(kind):
         return logits_of(material, head, body, row)
 
     heads = [TASKS[int(np.argmax(of))] for of in shares]
-    one_hot = np.eye(3)[[TASKS.index(task) for task in tasks]]
-    for prediction, coefficients, under in (
-        (method.predict(inputs), shares, heads),
-        (method.predict(inputs, tasks), shares, tasks),
-        (method.predict(inputs, tasks, oracle=True), one_hot, tasks),
-    ):
-        assert prediction.tasks == under
-        expected = [by_hand(*each) for each in zip(rows(inputs), coefficients, under, strict=True)]
-        assert_rows_close(prediction.answers, expected)
+    assert_all_modes(method, inputs, tasks, shares, heads, by_hand)
 
 
 @pytest.mark.parametrize("kind", ["clip", "t5", "gpt2"])

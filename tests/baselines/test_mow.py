@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from explicit import assert_rows_close, body_tensors, logits_of, raw, rows
+from explicit import assert_all_modes, body_tensors, logits_of, raw, rows
 from helpers import TASKS
 from materials import make_material, mixed_batch
 
@@ -68,15 +68,7 @@ def test_bodies_are_those_of_the_equation():
         return logits_of(material, head, body, row)
 
     heads = [TASKS[index] for index in shares.argmax(1)]
-    one_hot = np.eye(3)[[TASKS.index(task) for task in tasks]]
-    for prediction, coefficients, under in (
-        (method.predict(inputs), shares, heads),
-        (method.predict(inputs, tasks), shares, tasks),
-        (method.predict(inputs, tasks, oracle=True), one_hot, tasks),
-    ):
-        assert prediction.tasks == under
-        expected = [by_hand(*each) for each in zip(rows(inputs), coefficients, under, strict=True)]
-        assert_rows_close(prediction.answers, expected)
+    assert_all_modes(method, inputs, tasks, shares, heads, by_hand)
     middle = method.gate.extractor.model.state_dict()
     name = method.dynamic[-1]
     np.testing.assert_allclose(middle[name], sum(experts[name]) / 3, atol=1e-5)
