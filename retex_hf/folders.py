@@ -79,8 +79,8 @@ def workshop(
         try:
             yield place
         except (OSError, MemoryError):
-            raise
-        except Exception:
+            raise  # a full disk can be cleared, and the build continued
+        except Exception:  # wrong input fails again however often it is continued, so nothing of it is left
             shutil.rmtree(place, ignore_errors=True)
             raise
         if main:

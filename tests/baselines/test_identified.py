@@ -46,11 +46,14 @@ def test_residuals_are_distances_to_subspaces_of_the_average_models_features():
 
 @pytest.mark.parametrize("kind", ["bert", "resnet", "clip", "t5", "gpt2"])
 def test_tasks_are_found_and_are_those_of_retex(kind):
-    material = make_material(kind)
+    material = make_material(kind, rows=96)
     identifier = shared_identifier(material)
-    inputs, tasks = mixed_batch(material)
+    inputs, _ = mixed_batch(material)
     found = identifier.tasks_of(inputs)
-    assert sum(a == b for a, b in zip(found, tasks, strict=True)) >= 5  # of 9; by chance 3
+    rows = {task: identifier.tasks_of(material.collate(material.validation[task].inputs)) for task in TASKS}
+    right = sum(rows[task].count(task) for task in TASKS) / (96 * len(TASKS))
+    # By chance a third; the random image tower of CLIP blurs its inputs more than the others.
+    assert right > (0.75 if kind == "clip" else 8 / 9)
     model = RetexModel.from_experts(material.base, material.experts, RetexConfig(rank=2), progress=False)
     model.fit_signatures({task: material.references(task, 64) for task in TASKS}, progress=False)
     assert model.signatures.feature_layer == identifier.signatures.feature_layer
