@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import yaml
 from accelerate.utils import convert_file_size_to_int
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from .checkpoints.sources import Source, open_files, weight_files
 from .config import CONFIG_NAME, RetexConfig, read_config_file
-from .errors import ArtifactError, CheckpointError, ConfigError, shorten
+from .errors import ArtifactError, CheckpointError, ConfigError, first_line, shorten
 from .execution import is_plain
 from .folders import check_target, move_into_place
 from .libraries import LIBRARIES, library_of
@@ -36,7 +37,7 @@ RECOVERY, SIGNATURES, HEADS, PRETRAINED = (
     "retex_heads",
     "retex_pretrained",
 )
-TRAINING_NAME = "retex_training.json"
+TRAINING_NAME, RECIPE_NAME, EVALUATION_NAME = "retex_training.json", "retex_recipe.yaml", "retex_evaluation.json"
 TASK_EMBEDDING = "task_embedding"
 # Files that a new save replaces; everything else in the folder belongs to the user and is kept.
 OWN_FILES = (
@@ -135,6 +136,11 @@ def _write_description(parts: RetexParts, folder: Path) -> None:
         _save(tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
+    if parts.recipe is not None:
+        text = yaml.safe_dump(parts.recipe, sort_keys=False, allow_unicode=True)
+        (folder / RECIPE_NAME).write_text(text, encoding="utf-8")
+    if parts.evaluation is not None:
+        (folder / EVALUATION_NAME).write_text(json.dumps(parts.evaluation, indent=2) + "\n", encoding="utf-8")
     text = json.dumps({**parts.config.to_dict(), "artifact": section}, indent=2)
     (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -210,20 +216,27 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
         pretrained = {name: source.read(name) for name in source.infos}
     model = _load_model(folder, section["library"], load_options)
     _check_fits(folder, model, recovery, heads, pretrained)
-    history = _read_history(folder / TRAINING_NAME)
-    return RetexParts(config, model, recovery, heads, errors, signatures, pretrained, folder, history)
+    history = _read_beside(folder / TRAINING_NAME, list) or []
+    recipe = _read_beside(folder / RECIPE_NAME, dict)
+    evaluation = _read_beside(folder / EVALUATION_NAME, dict)
+    return RetexParts(
+        config, model, recovery, heads, errors, signatures, pretrained, folder, history, recipe, evaluation
+    )
 
 
-def _read_history(path: Path) -> list[dict[str, Any]]:
+def _read_beside(path: Path, kind: type) -> Any:
+    """What an optional YAML or JSON file holds; None where there is no such file."""
     if not path.is_file():
-        return []
+        return None
+    is_yaml = path.suffix == ".yaml"
     try:
-        history = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(history, list):
-        raise ArtifactError(f"{path} must hold a list of records, not a {type(history).__name__}.")
-    return history
+        text = path.read_text(encoding="utf-8")
+        value = yaml.safe_load(text) if is_yaml else json.loads(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ArtifactError(f"{path} is not valid {'YAML' if is_yaml else 'JSON'}: {first_line(error)}.") from None
+    if not isinstance(value, kind):
+        raise ArtifactError(f"{path} must hold a {kind.__name__}, not a {type(value).__name__}.")
+    return value
 
 
 def _load_model(folder: Path, library: str, load_options: dict[str, Any]) -> nn.Module:

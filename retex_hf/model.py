@@ -104,6 +104,8 @@ class RetexModel(nn.Module):
         self.signatures = parts.signatures
         self.recovery_errors = parts.errors
         self.training_history = parts.history
+        self.recipe = parts.recipe
+        self.evaluation = parts.evaluation
         self._side_folder = parts.side_folder
         self._active_task: str | None = None
         self._cache = ExpertCache(_parse_size(expert_cache))
@@ -208,6 +210,8 @@ class RetexModel(nn.Module):
             pretrained=self.pretrained.as_dict(["base"])["base"],
             side_folder=self._side_folder,
             history=self.training_history,
+            recipe=self.recipe,
+            evaluation=self.evaluation,
         )
         artifact.write(parts, Path(save_directory), max_shard_size)
 

@@ -18,8 +18,9 @@ class RetexParts:
     """The merged model and all that recovers and identifies its experts.
 
     `heads` are the tensors each task keeps whole; `errors` the relative recovery error of each parameter; `pretrained`
-    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie, and
-    `history` the record of a training run.
+    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie,
+    `history` the record of a training run, `recipe` what a build of the same artifact needs (None where it cannot be
+    written down, because experts were in memory), and `evaluation` the figures that were last measured.
     """
 
     config: RetexConfig
@@ -31,3 +32,5 @@ class RetexParts:
     pretrained: dict[str, Tensor] = field(default_factory=dict)
     side_folder: Path | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    recipe: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
