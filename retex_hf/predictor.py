@@ -1,0 +1,193 @@
+"""Raw inputs in, answers out: what the command line and the page to try a model show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .labels import best_label
+from .libraries import library_of, openclip
+from .model import RetexModel
+from .preprocess import Preprocessor, load_preprocessor
+from .readout import Classifier, Generator, Readout, ZeroShot
+from .routing import Routing
+
+CLASSIFIER, GENERATOR, ZERO_SHOT, FEATURES = "classifier", "generator", "zero-shot", "features"
+PROMPT = "a photo of a {}."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one input.
+
+    `answer` is a label or a generated text (None for models that give features only), `score` the label's probability.
+    `residuals` and `probabilities` say how near each task is, where the task was identified from the input.
+    """
+
+    task: str
+    answer: str | None
+    score: float | None
+    residuals: dict[str, float] | None
+    probabilities: dict[str, float] | None
+
+
+class Predictor:
+    """Answers raw texts or images with a [`RetexModel`].
+
+    Args:
+        model: The model.
+        preprocessor: Makes batches of the inputs.
+        classes: For dual encoders of images and texts: the names of the classes of each task.
+        prompt: What a class name is put into, for those.
+        batch_size: Inputs per call of the model.
+        generate: Options of `generate`, for models that answer in words.
+
+    Example:
+        >>> from retex_hf.predictor import Predictor
+        >>> predictor = Predictor.from_pretrained("retex-quickstart/retex")  # doctest: +SKIP
+        >>> predictor.predict(["add this song to my playlist"])[0].task  # doctest: +SKIP
+        'snips'
+    """
+
+    def __init__(
+        self,
+        model: RetexModel,
+        preprocessor: Preprocessor,
+        *,
+        classes: Mapping[str, Sequence[str]] | None = None,
+        prompt: str = PROMPT,
+        batch_size: int = 64,
+        **generate: Any,
+    ) -> None:
+        self.model, self.preprocessor, self.batch_size = model, preprocessor, batch_size
+        self.classes = None if classes is None else {task: list(names) for task, names in classes.items()}
+        self.kind = answer_kind(model, classes is not None)
+        self.readout = self._readout(prompt, generate)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        max_length: int | None = None,
+        model_options: dict[str, Any] | None = None,
+        **options,
+    ) -> Predictor:
+        """A predictor over an artifact, a folder or a Hub id."""
+        model = RetexModel.from_pretrained(folder, **(model_options or {}))
+        return cls(model, load_preprocessor(model.side_folder, model.model, max_length=max_length), **options)
+
+    def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
+        if self.kind == GENERATOR:
+            return Generator(self.preprocessor.tokenizer, **generate)
+        if generate:
+            raise InputError(f"{sorted(generate)[0]!r} is for models that generate text, which this one does not.")
+        if self.kind == ZERO_SHOT:
+            return self._zero_shot(prompt)
+        return Classifier() if self.kind == CLASSIFIER else None
+
+    @torch.no_grad()
+    def _zero_shot(self, prompt: str) -> ZeroShot:
+        missing = [task for task in self.model.tasks if not self.classes.get(task)]
+        if missing:
+            raise InputError(f"The classes of task {missing[0]!r} are not named.")
+        method = "encode_text" if library_of(self.model.model) is openclip else "get_text_features"
+        heads = {}
+        for task in self.model.tasks:
+            batch = self.preprocessor.encode_texts([prompt.format(name) for name in self.classes[task]])
+            heads[task] = _as_tensor(getattr(self.model, method)(**self._moved(batch)))
+        return _ImageReadout(heads)
+
+    def predict(self, inputs: Sequence[Any], task: str | Sequence[str] | None = None) -> list[Answer]:
+        """The answer to every input; without `task`, each input's task is identified from the input itself."""
+        return self._run(inputs, task, merged=False)
+
+    def merged(self, inputs: Sequence[Any], tasks: str | Sequence[str]) -> list[Answer]:
+        """What the plain merged model answers, under the heads of the given tasks."""
+        return self._run(inputs, tasks, merged=True)
+
+    @torch.no_grad()
+    def _run(self, inputs: Sequence[Any], task: str | Sequence[str] | None, merged: bool) -> list[Answer]:
+        inputs = list(inputs)
+        tasks = [task] * len(inputs) if task is None or isinstance(task, str) else list(task)
+        if len(tasks) != len(inputs):
+            raise InputError(f"{len(tasks)} tasks are named for {len(inputs)} inputs.")
+        answers: list[Answer] = []
+        for start in range(0, len(inputs), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            batch, named = self._moved(self.preprocessor(inputs[rows])), tasks[rows]
+            answers += self._answer_batch(batch, None if task is None else named, merged)
+        return answers
+
+    def _answer_batch(self, batch: dict[str, Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
+        model = self.model
+        if self.readout is None:
+            routing = model.identify(**batch) if tasks is None else None
+            chosen = routing.tasks if routing is not None else tasks
+            return self._answers(chosen, [(None, None)] * len(chosen), routing)
+        if merged:
+            with model.disable_adapter():
+                output = self.readout.call(model, batch, **({} if self.kind == GENERATOR else {"task": tasks}))
+            return self._answers(tasks, self._read(output, tasks), None)
+        output = self.readout.call(model, batch, task=tasks)
+        chosen = output.routing.tasks
+        return self._answers(chosen, self._read(output, chosen), output.routing if tasks is None else None)
+
+    def _read(self, output: Any, tasks: Sequence[str]) -> list[tuple[str | None, float | None]]:
+        """Label or text of every row, and its score."""
+        if self.kind == CLASSIFIER:
+            labels = self.model.retex_config.labels
+            return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
+        answers = self.readout.answers(output, tasks)
+        if self.kind == GENERATOR:
+            return [(answer, None) for answer in answers]
+        return [(self.classes[task][answer], None) for answer, task in zip(answers, tasks, strict=True)]
+
+    def _answers(
+        self, tasks: Sequence[str], read: Sequence[tuple[str | None, float | None]], routing: Routing | None
+    ) -> list[Answer]:
+        near = [(None, None)] * len(tasks)
+        if routing is not None and routing.residuals is not None:  # not where a task is pinned
+            near = [
+                tuple(dict(zip(self.model.tasks, row.tolist(), strict=True)) for row in rows)
+                for rows in zip(routing.residuals, routing.probabilities, strict=True)
+            ]
+        rows = zip(tasks, read, near, strict=True)
+        return [Answer(task, answer, score, *distances) for task, (answer, score), distances in rows]
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        device = next(self.model.model.parameters()).device
+        if device.type in ("cpu", "meta"):  # offloaded weights are brought in where the inputs are
+            return batch
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+class _ImageReadout(ZeroShot):
+    """Zero-shot classification that runs the image side only."""
+
+    def call(self, model: RetexModel, inputs: Mapping[str, Tensor], **options: Any) -> Any:
+        method = "encode_image" if library_of(model.model) is openclip else "get_image_features"
+        return getattr(model, method)(**inputs, **options)
+
+    def __init__(self, heads: Mapping[str, Tensor]) -> None:
+        super().__init__(heads, _as_tensor)
+
+
+def _as_tensor(features: Any) -> Tensor:
+    """transformers 5 gives features as the pooled output of a tower, OpenCLIP as a tensor."""
+    return features if isinstance(features, Tensor) else features.pooler_output
+
+
+def answer_kind(model: RetexModel, has_classes: bool) -> str:
+    """How a model answers: with labels of its own heads, with texts, with classes named in words, or not at all."""
+    if model.retex_config.labels:
+        return CLASSIFIER
+    if library_of(model.model).is_dual_encoder(model.model):
+        return ZERO_SHOT if has_classes else FEATURES
+    return GENERATOR if library_of(model.model) is not openclip and model.model.can_generate() else FEATURES

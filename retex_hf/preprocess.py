@@ -1,0 +1,137 @@
+"""From texts and images to batches, with the tokenizer or processor that lies beside a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from .errors import ArtifactError, InputError, first_line
+from .libraries import library_of, openclip
+
+TEXT, IMAGE = "text", "image"
+
+
+class Preprocessor:
+    """Makes batches of raw inputs: keyword arguments of the model's `forward`.
+
+    Args:
+        kind: `"text"` (strings, or pairs of strings) or `"image"` (PIL images).
+        collate: Turns a list of such inputs into a batch.
+        tokenizer: What turns generated token ids into text again, where the model reads texts.
+        encode_texts: For dual encoders of images and texts: what turns class prompts into a batch of the text side.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        collate: Callable[[list[Any]], dict[str, Tensor]],
+        tokenizer: Any = None,
+        encode_texts: Callable[[list[str]], dict[str, Tensor]] | None = None,
+    ) -> None:
+        self.kind, self.tokenizer, self.encode_texts = kind, tokenizer, encode_texts
+        self._collate = collate
+
+    def __call__(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
+        inputs = list(inputs)
+        for index, value in enumerate(inputs):
+            if not (_is_text(value) if self.kind == TEXT else hasattr(value, "convert")):
+                expected = "a text or a pair of texts" if self.kind == TEXT else "an image"
+                raise InputError(f"Input {index + 1} is a {type(value).__name__}, but this model takes {expected}.")
+        return self._collate(inputs)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    )
+
+
+def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int | None = None) -> Preprocessor:
+    """The preprocessor of a model, from the files of a folder.
+
+    Args:
+        folder: Where tokenizer or processor files lie, such as an artifact.
+        model: The wrapped model; it decides between texts and images.
+        max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
+    """
+    folder = Path(folder)
+    if library_of(model) is openclip:
+        return _open_clip_preprocessor(folder, model)
+    if model.main_input_name == "pixel_values" or library_of(model).is_dual_encoder(model):
+        processor = _load(AutoImageProcessor, "image processor", folder)
+        encode = None
+        if library_of(model).is_dual_encoder(model):
+            tokenizer = _load(AutoTokenizer, "tokenizer", folder)
+
+            def encode(texts: list[str]) -> dict[str, Tensor]:
+                return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+        return Preprocessor(
+            IMAGE,
+            lambda images: dict(processor([image.convert("RGB") for image in images], return_tensors="pt")),
+            encode_texts=encode,
+        )
+    if model.main_input_name != "input_ids":
+        raise ArtifactError(
+            f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
+        )
+    return _text_preprocessor(folder, model, max_length)
+
+
+def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -> Preprocessor:
+    tokenizer = _load(AutoTokenizer, "tokenizer", folder)
+    generates_in_place = model.can_generate() and not model.config.is_encoder_decoder
+    if generates_in_place:
+        tokenizer.padding_side = "left"  # what is generated must follow the text, not the padding
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if max_length is None:
+        positions = getattr(model.config, "max_position_embeddings", None)
+        # A tokenizer that knows no limit says so by a huge number.
+        max_length = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    options = {"padding": True, "return_tensors": "pt"}
+    if max_length < 1_000_000:
+        options |= {"truncation": True, "max_length": max_length}
+
+    def collate(texts: list[Any]) -> dict[str, Tensor]:
+        pairs = [text if isinstance(text, (tuple, list)) else (text, None) for text in texts]
+        seconds = [second for _, second in pairs]
+        if any(second is None for second in seconds) and not all(second is None for second in seconds):
+            raise InputError("A batch holds either texts or pairs of texts, not both.")
+        with_second = () if seconds[0] is None else (seconds,)
+        return dict(tokenizer([first for first, _ in pairs], *with_second, **options))
+
+    return Preprocessor(TEXT, collate, tokenizer)
+
+
+def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
+    transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+
+    def encode(texts: list[str]) -> dict[str, Tensor]:
+        try:
+            tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+        except Exception as error:  # OpenCLIP raises whatever its tokenizers do
+            raise ArtifactError(f"{folder}: the text tokenizer does not load: {first_line(error)}") from error
+        return {"text": tokenizer(texts)}
+
+    return Preprocessor(
+        IMAGE,
+        lambda images: {"image": torch.stack([transform(image.convert("RGB")) for image in images])},
+        encode_texts=encode,
+    )
+
+
+def _load(auto_class: type, what: str, folder: Path) -> Any:
+    try:
+        return auto_class.from_pretrained(folder)
+    except Exception as error:  # whatever a missing or foreign file makes transformers raise
+        raise ArtifactError(
+            f"{folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."
+        ) from error
