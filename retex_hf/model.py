@@ -38,6 +38,7 @@ from .execution import (
     task_index,
     trunk_cost,
 )
+from .labels import best_label
 from .libraries import as_inputs, library_of
 from .parts import RetexParts
 from .readout import Readout
@@ -404,18 +405,9 @@ class RetexModel(nn.Module):
             raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
         if output.routing is None:
             raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
-        predictions = []
-        for name, row in zip(output.routing.tasks, logits.float(), strict=True):
-            described = labels[name]
-            row = row[: len(described["id2label"])]
-            kind = described.get("problem_type")
-            if kind == "regression" or (kind is None and len(row) == 1):
-                scores = row
-            else:
-                scores = row.sigmoid() if kind == "multi_label_classification" else row.softmax(0)
-            best = int(scores.argmax())
-            predictions.append({"task": name, "label": described["id2label"][str(best)], "score": float(scores[best])})
-        return predictions
+        read = [best_label(row, labels[name]) for name, row in zip(output.routing.tasks, logits, strict=True)]
+        rows = zip(output.routing.tasks, read, strict=True)
+        return [{"task": name, "label": label, "score": score} for name, (label, score) in rows]
 
     def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
         kwargs = self._bind(method, args, kwargs)
@@ -487,6 +479,12 @@ class RetexModel(nn.Module):
     def tasks(self) -> list[str]:
         """Names of the tasks, in the order of their ids."""
         return self.retex_config.tasks
+
+    @property
+    def side_folder(self) -> Path | None:
+        """Where tokenizer and processor files lie that are saved with the model: the folder it was loaded from, or
+        that of its base."""
+        return self._side_folder
 
     @property
     def execution(self) -> str:
