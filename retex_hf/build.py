@@ -44,6 +44,7 @@ from .merged import FileTensors, MergedTensors, ModelTensors, copy_on_meta, resi
 from .merging import Merger, check_calibration, get_merger, learn_options, merge_methods, options_to_learn
 from .parts import RetexParts
 from .readout import Classifier, Readout
+from .recipe import PACKAGES, describe_build
 from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
 from .recovery.processes import run_dealt
 from .store import FolderStore, MemoryStore, Store, tensor_bytes
@@ -69,6 +70,7 @@ class Blueprint:
     inventory: Inventory
     experts: ExpertSet
     options: dict[str, Any]
+    given: dict[str, Any]
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
@@ -95,13 +97,22 @@ class Blueprint:
             vectors = 2 * len(self.sources)
         return estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
 
+    def recipe(self, solver: str, training: TrainingConfig | None) -> dict[str, Any] | None:
+        """What another build of the same needs, see `describe_build`."""
+        opened = [
+            (self.given["base"], self.base),
+            *zip(self.given["experts"].values(), self.sources.values(), strict=True),
+        ]
+        revisions = {spec: source.provenance.get("revision") for spec, source in opened if isinstance(spec, str)}
+        return describe_build(**self.given, config=self.config, revisions=revisions, solver=solver, training=training)
+
     def identity(self) -> dict[str, Any]:
         """What the result depends on; an interrupted build of another identity is not continued."""
         sources = {"base": self.base, **{f"expert {task}": source for task, source in self.sources.items()}}
         if (merge := _merge_checkpoint(self.config)) is not None:
             sources["merge"] = open_source(merge, "the merged checkpoint", **self.options)
         return {
-            "versions": {name: version(name) for name in ("retex-hf", "torch", "transformers", "open_clip_torch")},
+            "versions": {name: version(name) for name in PACKAGES},
             "config": self.config.to_dict(),
             "model": {name: [list(info.shape), str(info.dtype)] for name, info in self.infos.items()},
             "sources": {label: source.identity() for label, source in sources.items()},
@@ -142,7 +153,8 @@ def prepare(
         experts={task: source.provenance for task, source in sources.items()},
         labels=labels,
     )
-    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options)
+    given = {"base": base, "experts": experts, "model_config": model_config, "check_base": check_base}
+    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options, given)
 
 
 def build(
@@ -347,6 +359,7 @@ def _construct(
         pretrained=pretrained,
         side_folder=next((source.folder for source in sources if source.folder), None),
         history=history.records,
+        recipe=blueprint.recipe(solver, training),
     )
 
 

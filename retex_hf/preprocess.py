@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -22,7 +24,7 @@ class Preprocessor:
     """Makes batches of raw inputs: keyword arguments of the model's `forward`.
 
     Args:
-        kind: `"text"` (strings, or pairs of strings) or `"image"` (PIL images).
+        kind: `"text"` (strings, or pairs of strings) or `"image"` (PIL images, or arrays of bytes).
         collate: Turns a list of such inputs into a batch.
         tokenizer: What turns generated token ids into text again, where the model reads texts.
         encode_texts: For dual encoders of images and texts: what turns class prompts into a batch of the text side.
@@ -39,9 +41,9 @@ class Preprocessor:
         self._collate = collate
 
     def __call__(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
-        inputs = list(inputs)
+        inputs = [Image.fromarray(value) if isinstance(value, np.ndarray) else value for value in inputs]
         for index, value in enumerate(inputs):
-            if not (_is_text(value) if self.kind == TEXT else hasattr(value, "convert")):
+            if not (_is_text(value) if self.kind == TEXT else isinstance(value, Image.Image)):
                 expected = "a text or a pair of texts" if self.kind == TEXT else "an image"
                 raise InputError(f"Input {index + 1} is a {type(value).__name__}, but this model takes {expected}.")
         return self._collate(inputs)
@@ -73,9 +75,10 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
             def encode(texts: list[str]) -> dict[str, Tensor]:
                 return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
+        mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
         return Preprocessor(
             IMAGE,
-            lambda images: dict(processor([image.convert("RGB") for image in images], return_tensors="pt")),
+            lambda images: dict(processor([image.convert(mode) for image in images], return_tensors="pt")),
             encode_texts=encode,
         )
     if model.main_input_name != "input_ids":

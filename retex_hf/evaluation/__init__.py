@@ -4,7 +4,7 @@ from .method import Collate, Material, Method, Prediction, TaskData
 from .metrics import metric_path
 from .report import Report
 from .run import Evaluation, TaskScore, evaluate
-from .tasks import load_task
+from .tasks import load_inputs, load_task
 
 __all__ = [
     "Collate",
@@ -16,6 +16,7 @@ __all__ = [
     "TaskData",
     "TaskScore",
     "evaluate",
+    "load_inputs",
     "load_task",
     "metric_path",
 ]

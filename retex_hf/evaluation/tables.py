@@ -15,12 +15,14 @@ class Table:
         rows: One text per column each.
         bold: (row, column) of cells that stand out.
         groups: Titles over several columns, as (title, number of columns), for the terminal.
+        words: Columns besides the first that hold words, and are aligned as words are.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     bold: frozenset[tuple[int, int]] = frozenset()
     groups: Sequence[tuple[str, int]] = ()
+    words: Sequence[int] = ()
 
     def markdown(self) -> str:
         """A Markdown table.
@@ -31,7 +33,8 @@ class Table:
         |---|---:|
         | a | **90.0** |
         """
-        lines = [_markdown_row(self.header), "|---" + "|---:" * (len(self.header) - 1) + "|"]
+        rules = ["---" if self._is_words(place) else "---:" for place in range(len(self.header))]
+        lines = [_markdown_row(self.header), "|" + "|".join(rules) + "|"]
         for number, row in enumerate(self.rows):
             cells = [f"**{cell}**" if (number, place) in self.bold else cell for place, cell in enumerate(row)]
             lines.append(_markdown_row(cells))
@@ -52,8 +55,17 @@ class Table:
         ]
         widths = [max(len(row[place]) for row in [self.header, *starred]) for place in range(len(self.header))]
         lines = [self._group_line(widths)] if self.groups else []
-        lines += [_aligned(self.header, widths), "-" * (sum(widths) + 2 * (len(widths) - 1))]
-        return "\n".join(line.rstrip() for line in [*lines, *(_aligned(row, widths) for row in starred)])
+        lines += [self._aligned(self.header, widths), "-" * (sum(widths) + 2 * (len(widths) - 1))]
+        return "\n".join(line.rstrip() for line in [*lines, *(self._aligned(row, widths) for row in starred)])
+
+    def _is_words(self, place: int) -> bool:
+        return place == 0 or place in self.words
+
+    def _aligned(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        return "  ".join(
+            cell.ljust(width) if self._is_words(place) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
 
     def _group_line(self, widths: Sequence[int]) -> str:
         line, place = "", 0
@@ -97,11 +109,3 @@ def percent(share: float | None) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.ljust(width) if place == 0 else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *others])

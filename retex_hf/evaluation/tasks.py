@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,9 @@ def load_task(
     Returns:
         Class indices as answers, or texts where labels are texts and no classes are named.
     """
-    if isinstance(source, (str, Path)):
-        path = Path(source).expanduser()
-        if path.suffix == ".npz":
-            return _load_arrays(name, path, split, label_names)
-        data, named = _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
-    else:
-        data, named = _part(name, source, split, "the data"), None
+    if isinstance(source, (str, Path)) and Path(source).suffix == ".npz":
+        return _load_arrays(name, Path(source).expanduser(), split, label_names)
+    data, named = _load(name, source, split)
     label = _label_column(name, data, label_column)
     columns = _input_columns(name, data, input_column, label)
     feature = data.features[label]
@@ -77,15 +74,68 @@ def load_task(
     return TaskData(name, _inputs(data, columns), answers, None if texts else label_names or own)
 
 
-def _load_arrays(name: str, path: Path, split: str, label_names: Sequence[str] | None) -> TaskData:
+def load_inputs(
+    name: str, source: Source, *, split: str = "train", input_column: str | Sequence[str] | None = None
+) -> Sequence[Any]:
+    """One task's inputs, whether or not they are labelled.
+
+    `source` is anything that `load_task` takes, and also a `.txt` file of one input per line, or a folder of images
+    without classes.
+    """
+    path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
+    if path is not None and path.suffix == ".npz":
+        return _read_arrays(name, path, f"{split}_x")[0]
+    if path is not None and path.suffix == ".txt" and path.is_file():
+        return _read_lines(name, path)
+    if path is not None and (images := [file for file in (path, path / split) if _images_in(file)]):
+        return _open_images(_images_in(images[0]))
+    data, _ = _load(name, source, split)
+    label = next((column for column in LABEL_COLUMNS if column in data.column_names), "")
+    return _inputs(data, _input_columns(name, data, input_column, label))
+
+
+def _load(name: str, source: Source, split: str) -> tuple[Dataset, list[str] | None]:
+    """The part of a source, and the names of its classes where a file beside it has them."""
+    if not isinstance(source, (str, Path)):
+        return _part(name, source, split, "the data"), None
+    path = Path(source).expanduser()
+    return _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
+
+
+def _read_lines(name: str, path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise EvaluationError(f"Task {name!r}: {path} is not text in UTF-8.") from None
+    if not lines:
+        raise EvaluationError(f"Task {name!r}: {path} is empty.")
+    return lines
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
+
+
+def _open_images(files: list[Path]) -> Sequence[Any]:
+    # As a column of `datasets`, which opens an image when it is asked for.
+    return Dataset.from_dict({"image": [str(file) for file in files]}).cast_column("image", Image())["image"]
+
+
+def _read_arrays(name: str, path: Path, *wanted: str) -> list[np.ndarray]:
     if not path.is_file():
         raise EvaluationError(f"Task {name!r}: {path} does not exist.")
-    with np.load(path, allow_pickle=False) as arrays:
-        wanted = f"{split}_x", f"{split}_y"
-        missing = [key for key in wanted if key not in arrays]
-        if missing:
-            raise EvaluationError(f"Task {name!r}: {path} has no array {missing[0]!r}, only {sorted(arrays)}.")
-        inputs, labels = (arrays[key] for key in wanted)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = [key for key in wanted if key not in arrays]
+            if missing:
+                raise EvaluationError(f"Task {name!r}: {path} has no array {missing[0]!r}, only {sorted(arrays)}.")
+            return [arrays[key] for key in wanted]
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise EvaluationError(f"Task {name!r}: {path} cannot be read ({first_line(error)}).") from None
+
+
+def _load_arrays(name: str, path: Path, split: str, label_names: Sequence[str] | None) -> TaskData:
+    inputs, labels = _read_arrays(name, path, f"{split}_x", f"{split}_y")
     own = _read_names(path.with_suffix(".json"))
     return TaskData(name, inputs, _answers(name, labels.tolist(), own, label_names), label_names or own)
 

@@ -1,0 +1,105 @@
+"""From a recipe to a model: build, sign, and repeat what was changed afterwards."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from accelerate import Accelerator
+
+from .config import RetexConfig
+from .errors import ConfigError
+from .model import RetexModel
+from .recipe import Recipe
+from .recovery import TrainingConfig
+from .signing import References, sign
+
+
+def make(
+    recipe: Recipe,
+    *,
+    accelerator: Accelerator | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    progress: bool = True,
+) -> RetexModel:
+    """The model that a recipe describes; with `recipe.output_dir` it is built into that folder, parameter by parameter.
+
+    Only the main process of an accelerator signs and changes the model: a recipe's solving is shared, the rest is not.
+    """
+    recipe.check()
+    config = RetexConfig(**recipe.config)
+    training = _training(recipe)
+    references = references_of(recipe.to_dict())
+    # Before anything is built: a path that is wrong should not be found at the end.
+    inputs = references.load()
+    model = RetexModel.from_experts(
+        recipe.base,
+        recipe.experts,
+        config,
+        solver=recipe.solver,
+        training=training,
+        model_config=recipe.model_config,
+        check_base=recipe.check_base,
+        output_dir=recipe.output_dir,
+        accelerator=accelerator,
+        token=token,
+        cache_dir=cache_dir,
+        progress=progress,
+    )
+    if accelerator is not None and not accelerator.is_main_process:
+        return model
+    if recipe.solver == "adam" and model.recipe is not None:
+        kept = ("mixed_precision", "gradient_accumulation_steps")
+        model.recipe |= {name: value for name, value in recipe.stored().items() if name in kept}
+    if inputs:
+        sign(model, references, inputs=inputs, progress=progress)
+    for change in recipe.changes:
+        apply_change(model, change, token=token, cache_dir=cache_dir, progress=progress)
+    if recipe.output_dir and (inputs or recipe.changes):
+        model.save_pretrained(recipe.output_dir)
+    return model
+
+
+def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Any) -> None:
+    """Do to a model what one entry of a recipe's `changes` says."""
+    change = dict(change)
+    if "remove" in change:
+        model.delete_task(change["remove"])
+    elif "sign" in change:
+        sign(model, References(**change["sign"]), progress=progress)
+    else:
+        name, expert = change.pop("add"), change.pop("expert")
+        add_task(model, name, expert, references_of(change), progress=progress, **options)
+
+
+def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
+    """`RetexModel.add_task` with reference inputs from data; the recipe notes where they came from."""
+    batches = references.batches(model)[name] if references.data else None
+    added = model.add_task(name, expert, references=batches, **options)
+    if model.recipe is not None and batches is not None:
+        model.recipe["changes"][-1] |= references.to_dict()
+        model.recipe["unrecorded"] = [what for what in model.recipe.get("unrecorded", []) if name not in what]
+    return added
+
+
+def references_of(values: dict[str, Any]) -> References:
+    """The part of a recipe, or of a change, that says where reference inputs come from."""
+    return References(**{key: value for key, value in values.items() if key in References.__dataclass_fields__})
+
+
+def differences(recipe: Recipe) -> list[str]:
+    """Why a build from a recipe may not give the same bits as the artifact that it came with."""
+    found = [f"the artifact went on to {what}, which no recipe can repeat" for what in recipe.unrecorded]
+    for package, made_with in recipe.made_with.items():
+        if version(package) != made_with:
+            found.append(f"it was made with {package} {made_with}, and here is {version(package)}")
+    return found
+
+
+def _training(recipe: Recipe) -> TrainingConfig | None:
+    if recipe.solver == "adam":
+        return TrainingConfig(**recipe.training)
+    if recipe.training:
+        raise ConfigError('training is for solver "adam"; the closed form has nothing to train.')
+    return None

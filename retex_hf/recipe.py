@@ -1,0 +1,246 @@
+"""A recipe: everything a build needs, as plain values that fit a YAML file.
+
+An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building from it again gives the same files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import RetexConfig
+from .errors import ConfigError, first_line
+from .recovery import TrainingConfig
+
+FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
+# What says where results go, not what they are.
+OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse"}
+SIGNED_IN_MEMORY = "fit signatures on batches in memory"
+PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
+
+
+@dataclasses.dataclass
+class Recipe:
+    """Everything a build needs.
+
+    Args:
+        base: The pre-trained model: a folder or Hub id.
+        experts: Task names and their experts.
+        config: Fields of RetexConfig.
+        solver: "closed_form" (exact) or "adam" (the paper's training).
+        training: Fields of TrainingConfig, for "adam".
+        model_config: For OpenCLIP weights without a configuration: the architecture's name.
+        check_base: Refuse experts that do not descend from the base.
+        data: Task names and their data: a folder with train.* and test.* files, a file, or a Hub id. Signatures are
+            fitted on them.
+        split: The part of the data that signatures are fitted on.
+        input_column: The column of texts or images; default: found by common names.
+        max_length: Texts are cut after so many tokens; default: what the tokenizer takes.
+        seed: Of the draw of reference inputs.
+        changes: What was done after the build, in order: `{add: task, expert: source, data: source}`, `{remove: task}`,
+            `{sign: {data: ..., ...}}`.
+        unrecorded: What else was done that no recipe can say, such as fitting signatures on batches in memory.
+        made_with: Versions of the libraries that the artifact was made with.
+        output_dir: Where the artifact goes.
+        push_to_hub: Upload the artifact to this repository.
+        mixed_precision: "no", "bf16" or "fp16", for "adam".
+        gradient_accumulation_steps: Backward passes per optimizer step, for "adam".
+        log_with: A tracker of accelerate, such as "tensorboard" or "wandb".
+        cpu: Stay on the CPU.
+        analyse: Also draw the experts' spectra, and error against storage.
+
+    Example:
+        >>> from retex_hf.recipe import Recipe
+        >>> recipe = Recipe.from_dict({"base": "org/base", "experts": {"a": "org/a"}, "config": {"rank": 64}})
+        >>> recipe.to_dict()
+        {'base': 'org/base', 'experts': {'a': 'org/a'}, 'config': {'rank': 64}}
+    """
+
+    base: str | None = None
+    experts: dict[str, str] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    solver: str = "closed_form"
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_config: str | dict[str, Any] | None = None
+    check_base: bool = True
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    split: str = "train"
+    input_column: str | list[str] | None = None
+    max_length: int | None = None
+    seed: int = 0
+    changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    unrecorded: list[str] = dataclasses.field(default_factory=list)
+    made_with: dict[str, str] = dataclasses.field(default_factory=dict)
+    output_dir: str | None = None
+    push_to_hub: str | None = None
+    mixed_precision: str = "no"
+    gradient_accumulation_steps: int = 1
+    log_with: str | None = None
+    cpu: bool = False
+    analyse: bool = False
+
+    @classmethod
+    def read(cls, path: str | Path) -> Recipe:
+        """Read a YAML file."""
+        path = Path(path)
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"The recipe {path} does not exist.") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The recipe {path} is not valid YAML: {first_line(error)}.") from None
+        except OSError as error:
+            raise ConfigError(f"The recipe {path} cannot be read: {error.strerror}.") from None
+        return cls.from_dict(values, f"The recipe {path}")
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "The recipe") -> Recipe:
+        """A recipe from plain values; `where` names them in messages."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where} must hold keys and values.")
+        _check_keys(values, field_names(cls), where)
+        values = {key: value for key, value in values.items() if value is not None}
+        if values.get("mixed_precision") is False:  # YAML reads a bare `no` so
+            values["mixed_precision"] = "no"
+        for field in dataclasses.fields(cls):
+            if field.name in values:
+                _check_kind(values[field.name], str(field.type), f"{field.name!r} of {_lower(where)}")
+        for section, known in (("config", settable_fields()), ("training", field_names(TrainingConfig))):
+            _check_keys(values.get(section, {}), known, f"{section!r} of {_lower(where)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values that are not the defaults."""
+        default = Recipe()
+        values = {name: getattr(self, name) for name in field_names(Recipe, ordered=True)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+    def stored(self) -> dict[str, Any]:
+        """What an artifact keeps: all that the result depends on."""
+        return {name: value for name, value in self.to_dict().items() if name not in OF_THE_RUN}
+
+    def check(self) -> None:
+        """Refuse a recipe that nothing can be built from."""
+        if not self.base or not self.experts:
+            raise ConfigError("A build needs a base and experts, from a recipe or as flags.")
+        unknown = sorted(set(self.data) - set(self.experts))
+        if unknown:
+            raise ConfigError(f"data names {unknown[0]!r}, which is not among the experts {sorted(self.experts)}.")
+        missing = [task for task in self.experts if task not in self.data]
+        if self.data and missing:
+            raise ConfigError(
+                f"data names no source for the task {missing[0]!r}; signatures need inputs of every task."
+            )
+        for change in self.changes:
+            if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
+                raise ConfigError(f"A change must be an add, a remove or a sign, not {change!r}.")
+
+
+def describe_build(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    *,
+    revisions: Mapping[str, str | None],
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    model_config: str | dict[str, Any] | None = None,
+    check_base: bool = True,
+) -> dict[str, Any] | None:
+    """The recipe of a build, or None where something of it is in memory only.
+
+    Paths are kept as they were given. `revisions` holds the commit of every Hub source (by its text): what a branch
+    holds changes, a commit does not.
+    """
+    if not all(isinstance(source, (str, PathLike)) for source in (base, *experts.values())):
+        return None
+
+    def pinned(source: Any) -> str:
+        source = str(source)
+        revision = revisions.get(source)
+        return source if revision is None else f"{source.partition('@')[0]}@{revision}"
+
+    recipe = Recipe(
+        base=pinned(base),
+        experts={task: pinned(source) for task, source in experts.items()},
+        config=changed_fields(config),
+        solver=solver,
+        training={} if training is None else _plain(changed_fields(training)),
+        model_config=model_config,
+        check_base=check_base,
+        made_with={name: version(name) for name in PACKAGES},
+    )
+    return recipe.stored()
+
+
+def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The recipe of a model whose signatures were fitted on batches that no recipe can name."""
+    if recipe is None:
+        return None
+    of_references = ("data", "split", "input_column", "max_length", "seed")
+    kept = {key: value for key, value in recipe.items() if key not in of_references}
+    if "changes" in kept:
+        kept["changes"] = [change for change in kept["changes"] if "sign" not in change]
+    return kept | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}
+
+
+def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
+    """The fields of a configuration that a user may set and that are not at their defaults."""
+    default = type(config)()
+    names = [field.name for field in dataclasses.fields(config) if field.name not in FILLED_ON_BUILD]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+def field_names(cls: type, ordered: bool = False) -> Any:
+    """Names of a dataclass's fields."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return names if ordered else set(names)
+
+
+def settable_fields() -> set[str]:
+    """Fields of RetexConfig that a person sets."""
+    return field_names(RetexConfig) - FILLED_ON_BUILD
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _lower(where: str) -> str:
+    return where[0].lower() + where[1:]
+
+
+def _check_keys(values: Any, known: set[str], where: str) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold keys and values, not {values!r}.")
+    unknown = sorted(str(key) for key in set(values) - known)
+    if unknown:
+        raise ConfigError(f"{where} has no key {unknown[0]!r}; its keys are {sorted(known)}.")
+
+
+# What the annotation of a field allows, in words; others are checked where they are used.
+KINDS = {
+    "str": (str, "a text"),
+    "str | None": (str, "a text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "int | None": (int, "a whole number"),
+}
+
+
+def _check_kind(value: Any, annotation: str, where: str) -> None:
+    if annotation == "dict[str, str]":
+        if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+            raise ConfigError(f"{where} must hold names and texts, not {value!r}.")
+    elif annotation.startswith("list[") and not isinstance(value, list):
+        raise ConfigError(f"{where} must be a list, not {value!r}.")
+    elif annotation in KINDS:
+        kind, words = KINDS[annotation]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{where} must be {words}, not {value!r}.")
