@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import InputError
 from .labels import best_label
@@ -102,7 +102,7 @@ class Predictor:
         for task in self.model.tasks:
             batch = self.preprocessor.encode_texts([prompt.format(name) for name in self.classes[task]])
             heads[task] = _as_tensor(getattr(self.model, method)(**self._moved(batch)))
-        return _ImageReadout(heads)
+        return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
 
     def predict(self, inputs: Sequence[Any], task: str | Sequence[str] | None = None) -> list[Answer]:
         """The answer to every input; without `task`, each input's task is identified from the input itself."""
@@ -121,8 +121,8 @@ class Predictor:
         answers: list[Answer] = []
         for start in range(0, len(inputs), self.batch_size):
             rows = slice(start, start + self.batch_size)
-            batch, named = self._moved(self.preprocessor(inputs[rows])), tasks[rows]
-            answers += self._answer_batch(batch, None if task is None else named, merged)
+            named = None if task is None else tasks[rows]
+            answers += self._answer_batch(self.batch(inputs[rows]), named, merged)
         return answers
 
     def _answer_batch(self, batch: dict[str, Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
@@ -161,6 +161,10 @@ class Predictor:
         rows = zip(tasks, read, near, strict=True)
         return [Answer(task, answer, score, *distances) for task, (answer, score), distances in rows]
 
+    def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """A batch of raw inputs, where the model is."""
+        return self._moved(self.preprocessor(inputs))
+
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         device = next(self.model.model.parameters()).device
         if device.type in ("cpu", "meta"):  # offloaded weights are brought in where the inputs are
@@ -169,14 +173,14 @@ class Predictor:
 
 
 class _ImageReadout(ZeroShot):
-    """Zero-shot classification that runs the image side only."""
+    """Zero-shot classification that runs the image side only, by the method that a library has for it."""
 
-    def call(self, model: RetexModel, inputs: Mapping[str, Tensor], **options: Any) -> Any:
-        method = "encode_image" if library_of(model.model) is openclip else "get_image_features"
-        return getattr(model, method)(**inputs, **options)
-
-    def __init__(self, heads: Mapping[str, Tensor]) -> None:
+    def __init__(self, heads: Mapping[str, Tensor], method: str) -> None:
         super().__init__(heads, _as_tensor)
+        self.method = method
+
+    def call(self, model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
+        return getattr(model, self.method)(**inputs, **options)
 
 
 def _as_tensor(features: Any) -> Tensor:

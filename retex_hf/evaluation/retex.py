@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Retex(Method):
     ) -> None:
         self.name, self.config, self.options = name, config or RetexConfig(), options
         self.calibration_rows, self._given = calibration_rows, model
+        self.model = model
 
     def fit(self, material: Material) -> None:
         self.readout, self.model = material.readout, self._given
@@ -70,13 +71,16 @@ class Retex(Method):
         """The artifact without its heads: merged body, factors as they are stored, signatures, and the base's tensors
         where features come from those."""
         model = self.model
-        heads = {name for head in model.heads.as_dict(model.tasks).values() for name in head}
-        tensors = model.model.state_dict()
-        body = [tensors[name] for name in take_inventory(model.model).shapes if name not in heads]
         signatures = [] if model.signatures is None else [v for v in vars(model.signatures).values() if _is_tensor(v)]
         pretrained = model.pretrained.as_dict(["base"])["base"].values()
-        stored = (*body, *model.recovery.parameters(), *signatures, *pretrained)
-        return sum(tensor.numel() * tensor.element_size() for tensor in stored)
+        return self.body_bytes() + _bytes_of((*model.recovery.parameters(), *signatures, *pretrained))
+
+    def body_bytes(self) -> int:
+        """The merged model without a head."""
+        model = self.model
+        heads = {name for head in model.heads.as_dict(model.tasks).values() for name in head}
+        tensors = model.model.state_dict()
+        return _bytes_of(tensors[name] for name in take_inventory(model.model).shapes if name not in heads)
 
     def state(self) -> dict[str, Any]:
         errors = self.model.recovery_errors
@@ -86,6 +90,10 @@ class Retex(Method):
             "feature_layer": getattr(self.model.signatures, "feature_layer", None),
             "mean_recovery_error": sum(errors.values()) / len(errors) if errors else 0.0,
         }
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,102 @@
+"""The command line: `retex COMMAND`.
+
+Exit codes: 0 done, 2 wrong input (one sentence on standard error), 130 interrupted, 1 a defect of ours, with a
+traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+
+# Command -> (module, options class, what it does). Modules are imported when their command is called: `retex --help`
+# does not wait for torch.
+COMMANDS = {
+    "build": ("build", "BuildOptions", "merge experts and solve for the recovery of each, from a recipe or flags"),
+    "sign": ("sign", "SignOptions", "fit the signatures that tell tasks apart, from data files or datasets"),
+    "eval": ("evaluate", "EvalOptions", "measure accuracy and identification on a mixed stream of all tasks"),
+    "predict": ("predict", "PredictOptions", "answer texts or images, each by its own expert"),
+    "inspect": ("inspect", "InspectOptions", "tasks, ranks, storage, spectra and provenance of an artifact"),
+    "export": ("export", "ExportOptions", "write one task as a plain checkpoint or as a LoRA adapter"),
+    "add-task": ("tasks", "AddTaskOptions", "add an expert to an artifact, without the others at hand"),
+    "remove-task": ("tasks", "RemoveTaskOptions", "remove a task from an artifact"),
+    "push": ("push", "PushOptions", "upload an artifact and its card to the Hub"),
+    "demo": ("demo", "DemoOptions", "open a page in the browser to try an artifact"),
+}
+OVERVIEW = """usage: retex COMMAND [options]
+
+Merge fine-tuned experts into one model that recovers the right expert for every input.
+
+commands:
+{commands}
+
+  retex COMMAND --help      options and examples of a command
+  retex --version           the version
+
+Example, from experts to answers:
+  retex build --base org/base --expert a=org/expert-a --expert b=org/expert-b --rank 64 --output-dir my-retex
+  retex sign my-retex --data a=a.txt --data b=b.txt
+  retex predict my-retex inputs.txt
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {text}" for name, (_, _, text) in COMMANDS.items()]
+        print(OVERVIEW.format(commands="\n".join(lines)), end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"retex {version('retex-hf')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        print(f"retex: there is no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    from ..errors import RetexError, first_line
+
+    module_name, class_name, _ = COMMANDS[name]
+    try:
+        options = getattr(import_module(f".{module_name}", __name__), class_name)
+        parsed = options.parse(f"retex {name}", arguments)
+        _be_quiet()
+        parsed.run()
+        sys.stdout.flush()
+    except RetexError as error:
+        print(f"retex {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `retex predict ... | head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a full disk, a folder that may not be written
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"retex {name}: {where}{error.strerror or first_line(error)}.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"retex {name}: interrupted.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _be_quiet() -> None:
+    """Loading bars and advice of other libraries would hide what commands say."""
+    import datasets
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    if not sys.stderr.isatty():
+        disable_progress_bars()

@@ -1,0 +1,44 @@
+"""`retex demo`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from ..errors import ConfigError
+from .options import POSITIONAL, Options
+
+
+@dataclasses.dataclass
+class DemoOptions(Options):
+    """Open a page to try an artifact: type texts or drop images, see the task, the residuals and the answers.
+
+    Needs the extra `demo`: pip install 'retex-hf[demo]'.
+
+    Args:
+        artifact: A folder or Hub id.
+        host: The address to listen on. Default: this machine only.
+        port: The port. Default: a free one from 7860 on.
+        open: Open the page in a browser.
+        revision: Of a Hub id: a branch, tag or commit.
+    """
+
+    EXAMPLES = """
+        retex demo my-retex
+        retex demo org/retex-images --host 0.0.0.0 --port 8080 --no-open
+    """
+
+    artifact: Annotated[str, POSITIONAL]
+    host: str = "127.0.0.1"
+    port: int | None = None
+    open: bool = True
+    revision: str | None = None
+
+    def run(self) -> None:
+        try:
+            from ..demo import launch
+        except ModuleNotFoundError as error:
+            if error.name != "gradio":
+                raise
+            raise ConfigError("The page needs gradio: pip install 'retex-hf[demo]'.") from None
+        launch(self.artifact, server_name=self.host, server_port=self.port, inbrowser=self.open, revision=self.revision)

@@ -1,0 +1,121 @@
+"""`retex eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import ConfigError
+from ..evaluation import Report, TaskData, load_task
+from ..evaluation.artifact import evaluate_model, sample_rows
+from ..model import RetexModel
+from ..predictor import PROMPT, Predictor
+from ..preprocess import load_preprocessor
+from .options import POSITIONAL, Options
+from .reading import read_classes
+
+
+@dataclasses.dataclass
+class EvalOptions(Options):
+    """Measure an artifact on one shuffled stream of all tasks: task known, task unknown, oracle routing.
+
+    The figures are stored in the artifact and appear on its card.
+
+    Args:
+        artifact: A folder or Hub id.
+        data: Labelled data of a task, as for sign. Default: the data named in the artifact's recipe.
+        split: Which part of the data.
+        input_column: The column of texts or images. Default: found by common names.
+        label_column: The column of labels. Default: likewise.
+        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
+        rows: Take at most so many rows of each task, drawn at random.
+        individual: Also run the experts themselves (those of the recipe, or of --expert), and give figures relative to
+            them. They are held in memory.
+        experts: An expert for --individual, if it is elsewhere than the recipe says. Once per task.
+        base: The base for --individual, if it is elsewhere than the recipe says.
+        batch_size: Rows per call.
+        classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
+        prompt: For those: what a class name is put into.
+        max_new_tokens: For models that answer in words: the longest answer.
+        seed: Of the order of the stream, and of the draw of rows.
+        save: Keep the figures in the artifact and on its card.
+        results_dir: Also write results.json, results.md and results.png here.
+        json: Print the figures as JSON.
+    """
+
+    EXAMPLES = """
+        retex eval my-retex
+        retex eval my-retex --data a=data/a --data b=data/b --rows 500 --individual
+        retex eval my-retex --json > figures.json
+    """
+
+    artifact: Annotated[str, POSITIONAL]
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    split: str = "test"
+    input_column: str | None = None
+    label_column: str | None = None
+    max_length: int | None = None
+    rows: int | None = None
+    individual: bool = False
+    experts: Annotated[dict[str, str], "--expert"] = dataclasses.field(default_factory=dict)
+    base: str | None = None
+    batch_size: int = 64
+    classes: Path | None = None
+    prompt: str = PROMPT
+    max_new_tokens: int | None = None
+    seed: int = 0
+    save: bool = True
+    results_dir: Path | None = None
+    json: bool = False
+
+    def run(self) -> None:
+        model = RetexModel.from_pretrained(self.artifact)
+        recipe = model.recipe or {}
+        data = self.data or recipe.get("data")
+        if not data:
+            raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {model.tasks}.")
+        if self.save and not Path(self.artifact).is_dir():
+            raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
+        classes = read_classes(self.classes)
+        generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        length = self.max_length or recipe.get("max_length")
+        preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
+        predictor = Predictor(model, preprocessor, classes=classes, prompt=self.prompt, **generate)
+        tests = [self._load(model, task, source, classes) for task, source in data.items()]
+        report = evaluate_model(
+            predictor,
+            tests,
+            experts=self._experts(recipe, model.tasks) if self.individual else None,
+            base=self.base or recipe.get("base"),
+            seed=self.seed,
+            batch_size=self.batch_size,
+            progress=self.progress,
+        )
+        self._keep(model, report)
+
+    def _load(self, model: RetexModel, task: str, source: str, classes: dict[str, list[str]] | None) -> TaskData:
+        described = model.retex_config.labels.get(task)
+        names = list(described["id2label"].values()) if described else (classes or {}).get(task)
+        columns = {"input_column": self.input_column, "label_column": self.label_column}
+        loaded = load_task(task, source, split=self.split, label_names=names, **columns)
+        return loaded if self.rows is None else sample_rows(loaded, self.rows, self.seed)
+
+    def _experts(self, recipe: dict, tasks: list[str]) -> dict[str, str]:
+        added = {change["add"]: change["expert"] for change in recipe.get("changes", []) if "add" in change}
+        found = {**recipe.get("experts", {}), **added, **self.experts}
+        missing = [task for task in tasks if task not in found]
+        if missing:
+            raise ConfigError(f"Nothing says where the expert of {missing[0]!r} is: pass --expert {missing[0]}=SOURCE.")
+        return {task: found[task] for task in tasks}
+
+    def _keep(self, model: RetexModel, report: Report) -> None:
+        if self.results_dir is not None:
+            report.save(self.results_dir)
+        if self.save:
+            model.evaluation = report.summary()
+            model.save_pretrained(self.artifact)
+        print(json.dumps(report.summary(), indent=2) if self.json else report)
+        if self.save and not self.json:
+            print(f"\nKept in {self.artifact}, and on its card.")

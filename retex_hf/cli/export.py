@@ -1,0 +1,54 @@
+"""`retex export`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ..errors import ConfigError
+from ..export import export_checkpoint
+from ..model import RetexModel
+from .options import POSITIONAL, Options
+
+
+@dataclasses.dataclass
+class ExportOptions(Options):
+    """Write one task as a plain checkpoint of the recovered expert, or as a LoRA adapter of the merged model.
+
+    A checkpoint needs nothing of this library. An adapter is loaded by PEFT onto the merged model, which is what the
+    artifact's folder is for other libraries.
+
+    Args:
+        artifact: A folder or Hub id.
+        task: Which task.
+        output_dir: The folder to write.
+        format: What to write.
+        linear_only: With --format lora: only what servers such as vLLM take, one rank on linear layers; what is left
+            out is named.
+        revision: Of a Hub id: a branch, tag or commit.
+    """
+
+    EXAMPLES = """
+        retex export my-retex snips snips-expert
+        retex export my-retex snips snips-lora --format lora
+        retex export my-retex snips snips-lora --format lora --linear-only
+    """
+
+    artifact: Annotated[str, POSITIONAL]
+    task: Annotated[str, POSITIONAL]
+    output_dir: Annotated[Path, POSITIONAL]
+    format: Literal["full", "lora"] = "full"
+    linear_only: bool = False
+    revision: str | None = None
+
+    def run(self) -> None:
+        if self.linear_only and self.format != "lora":
+            raise ConfigError("--linear-only is for --format lora.")
+        model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
+        if self.format == "full":
+            export_checkpoint(model, self.task, self.output_dir)
+            print(f"{self.output_dir}: the expert {self.task!r} as a {type(model.model).__name__}.")
+        else:
+            print(model.export_lora(self.task, self.output_dir, linear_only=self.linear_only))
+            print(f"{self.output_dir}: the expert {self.task!r} as a LoRA adapter of {self.artifact}.")

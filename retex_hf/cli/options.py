@@ -1,0 +1,147 @@
+"""One options class per command: its fields become arguments, its documentation becomes their help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import yaml
+
+from ..errors import ConfigError
+
+Self = TypeVar("Self", bound="Options")
+
+
+POSITIONAL = "positional"
+"""Marks a field that is given by its place, `Annotated[str, POSITIONAL]`; a field may also name its flag there."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with wrong input told in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help).")
+
+
+class Options:
+    """Base of the options of a command. Subclasses are dataclasses with `EXAMPLES` and `run`."""
+
+    EXAMPLES = ""
+
+    @classmethod
+    def parse(cls: type[Self], prog: str, arguments: list[str]) -> Self:
+        """Read the command line."""
+        parser = cls.parser(prog)
+        return cls.from_namespace(vars(parser.parse_args(arguments)))
+
+    @classmethod
+    def parser(cls, prog: str) -> Parser:
+        parser = Parser(
+            prog=prog,
+            description=inspect.cleandoc(cls.__doc__).partition("\nArgs:")[0],
+            epilog="examples:\n" + textwrap.indent(inspect.cleandoc(cls.EXAMPLES), "  "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        cls.add_arguments(parser)
+        return parser
+
+    @classmethod
+    def add_arguments(cls, parser: Parser) -> None:
+        add_fields(parser, cls)
+
+    @classmethod
+    def from_namespace(cls: type[Self], values: dict[str, Any]) -> Self:
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
+    @property
+    def progress(self) -> bool:
+        """Whether somebody is watching."""
+        return sys.stderr.isatty()
+
+    def run(self) -> None:
+        """Do what was asked for; results go to standard output."""
+        raise NotImplementedError
+
+
+def add_fields(group: Any, cls: type, left_out: typing.Collection[str] = ()) -> None:
+    """Add an argument for every field of a documented dataclass."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        if field.name not in left_out:
+            _add_field(group, field, hints[field.name], describe(cls, field.name))
+
+
+def _add_field(group: Any, field: dataclasses.Field, hint: Any, text: str) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    if typing.get_origin(hint) is Annotated:
+        hint, flag = typing.get_args(hint)
+    kind, many = _value_kind(hint)
+    default = None if field.default is dataclasses.MISSING else field.default
+    if default is not None and default is not False and default != "" and "default" not in text.lower():
+        text = f"{text} Default: {str(default).rstrip('.')}."
+    text = text.replace("%", "%%")
+    if flag == POSITIONAL:
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        shape = {"nargs": "*"} if many else {} if required else {"nargs": "?"}
+        group.add_argument(field.name, type=kind, metavar=field.name.upper(), help=text, **shape)
+        return
+    if kind is bool:
+        action = argparse.BooleanOptionalAction if default is not False else "store_true"
+        group.add_argument(flag, dest=field.name, action=action, default=None, help=text)
+    elif typing.get_origin(hint) is dict:
+        group.add_argument(flag, dest=field.name, action=_AddPair, metavar="TASK=SOURCE", help=text)
+    elif typing.get_origin(kind) is Literal:
+        group.add_argument(flag, dest=field.name, choices=typing.get_args(kind), help=text)
+    else:
+        shape = {"action": "append"} if many else {}
+        group.add_argument(flag, dest=field.name, type=kind, metavar=_metavar(kind), help=text, **shape)
+
+
+def _value_kind(hint: Any) -> tuple[Any, bool]:
+    """What reads one value, and whether there may be several."""
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType] or [hint]
+    if typing.get_origin(hint) is list:
+        return parts[0], True
+    if typing.get_origin(hint) in (dict, Literal):
+        return hint, False
+    if len(parts) == 1 and (parts[0] in (str, int, float, bool, Path) or typing.get_origin(parts[0]) is Literal):
+        return parts[0], False
+    return _yaml_value, False  # 64, full, [a, b], {method: ties}: YAML's reading is the right type
+
+
+def _yaml_value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a value") from None
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X", Path: "PATH", str: "TEXT"}.get(kind, "VALUE")
+
+
+class _AddPair(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, separator, source = values.partition("=")
+        if not separator or not name or not source:
+            parser.error(f"{option_string} takes TASK=SOURCE, not {values!r}")
+        found = dict(getattr(namespace, self.dest) or {})
+        if name in found:
+            parser.error(f"{option_string} names {name!r} twice")
+        setattr(namespace, self.dest, {**found, name: source})
+
+
+def describe(cls: type, name: str) -> str:
+    """What a class's documentation says of a field."""
+    found = re.search(rf"^ {{8}}{name}: (.+(?:\n {{12}}.+)*)", cls.__doc__, re.MULTILINE)
+    return re.sub(r"\s+", " ", found[1]).replace("`", "")

@@ -1,0 +1,142 @@
+"""`retex predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from ..errors import InputError
+from ..evaluation.tables import Table
+from ..model import RetexModel
+from ..predictor import PROMPT, Answer, Predictor
+from ..preprocess import load_preprocessor
+from .options import POSITIONAL, Options
+from .reading import STANDARD_INPUT, Input, read_classes, read_inputs
+
+SHOWN_LENGTH = 60
+
+
+@dataclasses.dataclass
+class PredictOptions(Options):
+    """Answer texts or images, each by its own expert.
+
+    Without --task the task of every input is identified from the input itself. Results are a table on a terminal and
+    JSON lines in a pipe, one per input, as they come.
+
+    Args:
+        artifact: A folder or Hub id.
+        inputs: Text files (one input per line, a tab between the texts of a pair), .jsonl files, images, folders of
+            images, or - for standard input. Default: standard input.
+        text: A text to answer, instead of files. May be repeated.
+        task: The task of all inputs, if it is known.
+        input_column: The key of the input in JSON lines. Default: text, sentence, input, image or file.
+        merged: Also give the answer of the plain merged model.
+        residuals: Also give the residual of every input to every task.
+        format: What is printed. Default: table on a terminal, else jsonl.
+        batch_size: Inputs per call.
+        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
+        max_new_tokens: For models that answer in words: the longest answer.
+        classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
+        prompt: For those: what a class name is put into.
+        revision: Of a Hub id: a branch, tag or commit.
+    """
+
+    EXAMPLES = """
+        retex predict my-retex inputs.txt
+        retex predict my-retex --text "add this song to my playlist" --text "has my transfer arrived?"
+        retex predict org/retex-images photos/ --merged
+        cat inputs.jsonl | retex predict my-retex --residuals > answers.jsonl
+    """
+
+    artifact: Annotated[str, POSITIONAL]
+    inputs: Annotated[list[str], POSITIONAL] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)
+    task: str | None = None
+    input_column: str | None = None
+    merged: bool = False
+    residuals: bool = False
+    format: Literal["table", "jsonl"] | None = None
+    batch_size: int = 64
+    max_length: int | None = None
+    max_new_tokens: int | None = None
+    classes: Path | None = None
+    prompt: str = PROMPT
+    revision: str | None = None
+
+    def run(self) -> None:
+        if self.text and self.inputs:
+            raise InputError("Give either --text or files, not both.")
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size must be a positive number, not {self.batch_size}.")
+        predictor = self._predictor()
+        if self.text:
+            inputs: Iterable[Input] = (Input(text, text) for text in self.text)
+        else:
+            sources = self.inputs or [STANDARD_INPUT]
+            inputs = read_inputs(sources, predictor.preprocessor.kind, self.input_column)
+        records = self._records(predictor, inputs)
+        if (self.format or ("table" if sys.stdout.isatty() else "jsonl")) == "table":
+            self._print_table(list(records))
+        else:
+            for record in records:
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+
+    def _predictor(self) -> Predictor:
+        model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
+        if self.task is not None:
+            model.set_adapter(self.task)
+        length = self.max_length or (model.recipe or {}).get("max_length")
+        preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
+        generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        classes = read_classes(self.classes)
+        return Predictor(
+            model, preprocessor, classes=classes, prompt=self.prompt, batch_size=self.batch_size, **generate
+        )
+
+    def _records(self, predictor: Predictor, inputs: Iterable[Input]) -> Iterator[dict[str, Any]]:
+        inputs = iter(inputs)
+        while chunk := list(itertools.islice(inputs, self.batch_size)):
+            values = [one.value for one in chunk]
+            answers = predictor.predict(values, self.task)
+            merged = predictor.merged(values, [answer.task for answer in answers]) if self.merged else answers
+            for one, answer, plain in zip(chunk, answers, merged, strict=True):
+                yield self._record(one, answer, plain)
+
+    def _record(self, one: Input, answer: Answer, plain: Answer) -> dict[str, Any]:
+        record: dict[str, Any] = {"input": one.shown, "task": answer.task}
+        if answer.answer is not None:
+            record["answer"] = answer.answer
+        if answer.score is not None:
+            record["score"] = round(answer.score, 6)
+        if self.merged:
+            record["merged"] = plain.answer
+        if self.residuals:
+            record["residuals"] = answer.residuals
+        return record
+
+    def _print_table(self, records: list[dict[str, Any]]) -> None:
+        if not records:
+            return
+        columns = [name for name in records[0] if name != "residuals"]
+        distances = records[0].get("residuals") or {}
+        # On a wide terminal more of an input is shown.
+        limit = max(SHOWN_LENGTH, shutil.get_terminal_size().columns // 2)
+        rows = []
+        for record in records:
+            row = [_shown(record.get(name), limit) for name in columns]
+            rows.append(row + [f"{record['residuals'][task]:.2f}" for task in distances])
+        words = [place for place, name in enumerate(columns) if name in ("task", "answer", "merged")]
+        print(Table([*columns, *distances], rows, words=words).text())
+
+
+def _shown(value: Any, limit: int) -> str:
+    if value is None or isinstance(value, float):
+        return "" if value is None else f"{value:.3f}"
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

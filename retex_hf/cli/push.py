@@ -1,0 +1,52 @@
+"""`retex push`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from ..model import RetexModel
+from .options import POSITIONAL, Options
+
+
+@dataclasses.dataclass
+class PushOptions(Options):
+    """Upload an artifact to the Hub as one commit, with its card. What a person wrote on the card is kept.
+
+    The token is the one of `hf auth login`, or the environment variable HF_TOKEN.
+
+    Args:
+        artifact: A folder that `retex build` wrote.
+        repo_id: The repository, which is created if need be.
+        private: Make a new repository private.
+        revision: The branch, which is created if need be. Default: main.
+        create_pr: Open a pull request instead of committing.
+        commit_message: What the commit says.
+        max_shard_size: Size above which weights are stored in several files.
+    """
+
+    EXAMPLES = """
+        retex push my-retex org/retex-minilm-4task --private
+        retex push my-retex org/retex-minilm-4task --create-pr --commit-message "Add the news task"
+    """
+
+    artifact: Annotated[Path, POSITIONAL]
+    repo_id: Annotated[str, POSITIONAL]
+    private: bool = False
+    revision: str | None = None
+    create_pr: bool = False
+    commit_message: str = "Upload ReTeX model"
+    max_shard_size: str = "5GB"
+
+    def run(self) -> None:
+        model = RetexModel.from_pretrained(self.artifact)
+        commit = model.push_to_hub(
+            self.repo_id,
+            private=self.private or None,
+            revision=self.revision,
+            create_pr=self.create_pr,
+            commit_message=self.commit_message,
+            max_shard_size=self.max_shard_size,
+        )
+        print(commit.pr_url or commit.commit_url)

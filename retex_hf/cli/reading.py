@@ -1,0 +1,122 @@
+"""What commands read from files: inputs to answer, and names of classes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from ..errors import InputError, first_line
+from ..evaluation.tasks import IMAGE_SUFFIXES
+
+STANDARD_INPUT = "-"
+TEXT_COLUMNS = ("text", "sentence", "input")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One thing to answer: how it is shown, and what the model is given."""
+
+    shown: str
+    value: Any
+
+
+def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterator[Input]:
+    """Inputs from text files (one per line), JSONL files, images, folders of images, or standard input (`-`)."""
+    for source in sources:
+        path = Path(source)
+        if source == STANDARD_INPUT:
+            yield from _lines(_numbered(sys.stdin, "standard input"), "standard input", kind, column)
+        elif path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+            if not files:
+                raise InputError(f"{path} holds no images.")
+            yield from (_image(file, kind) for file in files)
+        elif not path.exists():
+            raise InputError(f"{path} does not exist.")
+        elif path.suffix.lower() in IMAGE_SUFFIXES:
+            yield _image(path, kind)
+        else:
+            with path.open(encoding="utf-8") as stream:
+                yield from _lines(_numbered(stream, str(path)), str(path), kind, column)
+
+
+def _numbered(stream: Any, where: str) -> Iterator[tuple[int, str]]:
+    try:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise InputError(f"{where} is not text in UTF-8.") from None
+
+
+def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str | None) -> Iterator[Input]:
+    is_json = where.endswith((".jsonl", ".json")) or None
+    for number, line in lines:
+        if is_json is None and where == "standard input":
+            is_json = line.startswith("{")  # the first line shows what the others are
+        if not is_json:
+            yield _image(Path(line), kind) if kind == "image" else _text(line)
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{where}, line {number} is not JSON: {first_line(error)}.") from None
+        value = _value_of(row, column, f"{where}, line {number}")
+        yield _image(Path(value), kind) if kind == "image" else _text(value)
+
+
+def _value_of(row: Any, column: str | None, where: str) -> Any:
+    if not isinstance(row, dict):
+        raise InputError(f"{where} must be a JSON object, not a {type(row).__name__}.")
+    names = [column] if column else [name for name in (*TEXT_COLUMNS, "image", "file") if name in row]
+    if len(names) != 1 or names[0] not in row:
+        raise InputError(f"{where}: say with --input-column which of {sorted(row)} is the input.")
+    value = row[names[0]]
+    if not (isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))):
+        raise InputError(f"{where}: {names[0]!r} must be a text or a pair of texts, not {value!r}.")
+    return value
+
+
+def _text(value: str | list[str]) -> Input:
+    if isinstance(value, list):
+        return Input(" | ".join(value), tuple(value))
+    if value.count("\t") == 1:  # a pair of texts on one line
+        return Input(value.replace("\t", " | "), tuple(value.split("\t")))
+    return Input(value, value)
+
+
+def _image(path: Path, kind: str) -> Input:
+    if kind != "image":
+        raise InputError(f"{path} is an image, but the model takes texts.")
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return Input(str(path), image)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path} is not an image that can be read: {first_line(error)}.") from None
+
+
+def read_classes(path: Path | None) -> dict[str, list[str]] | None:
+    """The classes of each task from a JSON file, `{task: [names]}`."""
+    if path is None:
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}.") from None
+    named = isinstance(values, dict) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in values.values()
+    )
+    if not named:
+        raise InputError(f"{path} must hold the classes of each task, {{task: [names]}}.")
+    return values

@@ -1,0 +1,71 @@
+"""`retex sign`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import ConfigError
+from ..evaluation.tables import Table, percent
+from ..model import RetexModel
+from ..signing import References, sign
+from .options import POSITIONAL, Options
+
+
+@dataclasses.dataclass
+class SignOptions(Options):
+    """Fit the signatures that tell tasks apart, from a few unlabelled inputs of each task.
+
+    Args:
+        artifact: A folder that `retex build` wrote.
+        data: Inputs of a task: a text file (one per line), .jsonl, .csv or .parquet, a folder with <split>.* files, a
+            folder of images, or a Hub data set (owner/name:configuration@revision). Once per task. Default: the data
+            named in the artifact's recipe.
+        split: Which part of the data.
+        input_column: The column of texts or images. Default: found by common names.
+        max_length: Texts are cut after so many tokens. Default: what the tokenizer takes.
+        seed: Of the draw of inputs.
+        num_reference: Inputs per task. Default: what the artifact was built with.
+        signature_rank: Dimension of a task's subspace, a number or a share. Default: likewise.
+        feature_layer: Where features are read: a module, an index, or auto. Default: likewise.
+        output_dir: Write another folder instead of changing this one.
+    """
+
+    EXAMPLES = """
+        retex sign my-retex --data reviews=reviews.txt --data news=news.jsonl
+        retex sign my-retex --data a=org/dataset-a --data b=data/b --split validation --num-reference 256
+    """
+
+    artifact: Annotated[Path, POSITIONAL]
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    split: str = "train"
+    input_column: str | None = None
+    max_length: int | None = None
+    seed: int = 0
+    num_reference: int | None = None
+    signature_rank: int | float | None = None
+    feature_layer: str | int | None = None
+    output_dir: Path | None = None
+
+    def run(self) -> None:
+        model = RetexModel.from_pretrained(self.artifact)
+        data = self.data or (model.recipe or {}).get("data")
+        if not data:
+            raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")
+        references = References(data, self.split, self.input_column, self.max_length, self.seed)
+        inputs = references.load()
+        given = {name: getattr(self, name) for name in ("num_reference", "signature_rank", "feature_layer")}
+        given = {name: value for name, value in given.items() if value is not None}
+        model.retex_config = dataclasses.replace(model.retex_config, **given)
+        if model.recipe is not None and given:
+            model.recipe["config"] = {**model.recipe.get("config", {}), **given}
+        accuracies = sign(model, references, inputs=inputs, progress=self.progress)
+        target = self.output_dir or self.artifact
+        model.save_pretrained(target)
+        if accuracies:
+            rows = [[layer, percent(share)] for layer, share in accuracies.items()]
+            print(Table(["layer", "identified, held out (%)"], rows).text())
+            print()
+        read_at = getattr(model.signatures, "feature_layer", None)
+        print(f"{target}: signed {len(model.tasks)} tasks" + (f", features of {read_at}." if read_at else "."))

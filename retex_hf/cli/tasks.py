@@ -1,0 +1,86 @@
+"""`retex add-task` and `retex remove-task`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from ..making import add_task
+from ..model import RetexModel
+from ..signing import References
+from .options import POSITIONAL, Options
+
+
+@dataclasses.dataclass
+class AddTaskOptions(Options):
+    """Add an expert to an artifact, without the other experts at hand; their answers do not change.
+
+    Args:
+        artifact: A folder that `retex build` wrote.
+        task: The name of the new task.
+        expert: Its expert: a folder, a Hub id, or a PEFT adapter.
+        data: Inputs of the task, as for sign; needed where the artifact is signed.
+        split: Which part of the data.
+        input_column: The column of texts or images. Default: found by common names.
+        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
+        seed: Of the draw of inputs.
+        base: The base model, which experts given as adapters need. Default: that of the recipe.
+        tolerance: The relative error that is allowed before ranks grow. Default: the error of the other tasks.
+        output_dir: Write another folder instead of changing this one.
+    """
+
+    EXAMPLES = """
+        retex add-task my-retex news experts/news --data data/news
+        retex add-task my-retex news org/news-lora --data news.txt --tolerance 0.1 --output-dir my-retex-5
+    """
+
+    artifact: Annotated[Path, POSITIONAL]
+    task: Annotated[str, POSITIONAL]
+    expert: Annotated[str, POSITIONAL]
+    data: str | None = None
+    split: str = "train"
+    input_column: str | None = None
+    max_length: int | None = None
+    seed: int = 0
+    base: str | None = None
+    tolerance: float | None = None
+    output_dir: Path | None = None
+
+    def run(self) -> None:
+        model = RetexModel.from_pretrained(self.artifact)
+        recipe = model.recipe or {}
+        length = self.max_length or recipe.get("max_length")
+        data = {} if self.data is None else {self.task: self.data}
+        references = References(data, self.split, self.input_column, length, self.seed)
+        options = {"base": self.base or recipe.get("base"), "tolerance": self.tolerance, "progress": self.progress}
+        print(add_task(model, self.task, self.expert, references, **options))
+        target = self.output_dir or self.artifact
+        model.save_pretrained(target)
+        print(f"{target}: tasks {', '.join(model.tasks)}.")
+
+
+@dataclasses.dataclass
+class RemoveTaskOptions(Options):
+    """Remove a task from an artifact: its factors, head and signature. The merged model does not change.
+
+    Args:
+        artifact: A folder that `retex build` wrote.
+        task: Which task.
+        output_dir: Write another folder instead of changing this one.
+    """
+
+    EXAMPLES = """
+        retex remove-task my-retex news
+    """
+
+    artifact: Annotated[Path, POSITIONAL]
+    task: Annotated[str, POSITIONAL]
+    output_dir: Path | None = None
+
+    def run(self) -> None:
+        model = RetexModel.from_pretrained(self.artifact)
+        model.delete_task(self.task)
+        target = self.output_dir or self.artifact
+        model.save_pretrained(target)
+        print(f"{target}: tasks {', '.join(model.tasks)}.")

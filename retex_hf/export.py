@@ -1,0 +1,41 @@
+"""One task on its own: a plain checkpoint of the recovered expert, with tokenizer or processor."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+from .errors import ArtifactError
+from .folders import check_target
+from .libraries import library_of
+from .model import RetexModel
+from .side_files import copy_side_files
+
+
+def export_checkpoint(
+    model: RetexModel, task: str, save_directory: str | Path, *, max_shard_size: str | int = "5GB"
+) -> None:
+    """Write a recovered expert as its own library writes models; the folder appears whole or not at all.
+
+    Args:
+        model: The model.
+        task: Which expert.
+        save_directory: A folder that does not exist yet, or is empty.
+        max_shard_size: Size above which weights are stored in several files.
+    """
+    folder = check_target(Path(save_directory))
+    if folder.exists() and any(folder.iterdir()):
+        raise ArtifactError(f"{folder} is not empty: an export needs a folder of its own.")
+    expert = model.merge_and_unload(task)
+    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
+    scratch.mkdir()
+    try:
+        library_of(expert).save(expert, scratch, max_shard_size)
+        if model.side_folder is not None:
+            copy_side_files(model.side_folder, scratch)
+        if folder.exists():
+            folder.rmdir()
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
