@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from .config import RetexConfig
 from .errors import ConfigError
 from .model import RetexModel
-from .recipe import Recipe
+from .recipe import Recipe, same_threads
 from .recovery import TrainingConfig
 from .signing import References, sign
 
@@ -33,20 +33,21 @@ def make(
     references = references_of(recipe.to_dict())
     # Before anything is built: a path that is wrong should not be found at the end.
     inputs = references.load()
-    model = RetexModel.from_experts(
-        recipe.base,
-        recipe.experts,
-        config,
-        solver=recipe.solver,
-        training=training,
-        model_config=recipe.model_config,
-        check_base=recipe.check_base,
-        output_dir=recipe.output_dir,
-        accelerator=accelerator,
-        token=token,
-        cache_dir=cache_dir,
-        progress=progress,
-    )
+    with same_threads(recipe.to_dict()):
+        model = RetexModel.from_experts(
+            recipe.base,
+            recipe.experts,
+            config,
+            solver=recipe.solver,
+            training=training,
+            model_config=recipe.model_config,
+            check_base=recipe.check_base,
+            output_dir=recipe.output_dir,
+            accelerator=accelerator,
+            token=token,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
     if accelerator is not None and not accelerator.is_main_process:
         return model
     if recipe.solver == "adam" and model.recipe is not None:
@@ -76,7 +77,8 @@ def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = 
 def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
     """`RetexModel.add_task` with reference inputs from data; the recipe notes where they came from."""
     batches = references.batches(model)[name] if references.data else None
-    added = model.add_task(name, expert, references=batches, **options)
+    with same_threads(model.recipe):
+        added = model.add_task(name, expert, references=batches, **options)
     if model.recipe is not None and batches is not None:
         model.recipe["changes"][-1] |= references.to_dict()
         model.recipe["unrecorded"] = [what for what in model.recipe.get("unrecorded", []) if name not in what]

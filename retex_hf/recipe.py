@@ -6,12 +6,14 @@ An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from .config import RetexConfig
@@ -46,6 +48,7 @@ class Recipe:
         changes: What was done after the build, in order: `{add: task, expert: source, data: source}`, `{remove: task}`,
             `{sign: {data: ..., ...}}`.
         unrecorded: What else was done that no recipe can say, such as fitting signatures on batches in memory.
+        threads: Threads that the solver runs on; sums depend on their number in the last bit. Default: torch's own.
         made_with: Versions of the libraries that the artifact was made with.
         output_dir: Where the artifact goes.
         push_to_hub: Upload the artifact to this repository.
@@ -76,6 +79,7 @@ class Recipe:
     seed: int = 0
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     unrecorded: list[str] = dataclasses.field(default_factory=list)
+    threads: int | None = None
     made_with: dict[str, str] = dataclasses.field(default_factory=dict)
     output_dir: str | None = None
     push_to_hub: str | None = None
@@ -137,6 +141,8 @@ class Recipe:
             raise ConfigError(
                 f"data names no source for the task {missing[0]!r}; signatures need inputs of every task."
             )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be a positive number, not {self.threads}.")
         for change in self.changes:
             if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
                 raise ConfigError(f"A change must be an add, a remove or a sign, not {change!r}.")
@@ -174,6 +180,7 @@ def describe_build(
         training={} if training is None else _plain(changed_fields(training)),
         model_config=model_config,
         check_base=check_base,
+        threads=torch.get_num_threads(),
         made_with={name: version(name) for name in PACKAGES},
     )
     return recipe.stored()
@@ -188,6 +195,17 @@ def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
     if "changes" in kept:
         kept["changes"] = [change for change in kept["changes"] if "sign" not in change]
     return kept | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}
+
+
+@contextmanager
+def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
+    """As many threads as the recipe was built with, if it says so."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads((recipe or {}).get("threads") or usual)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .errors import ConfigError, TaskError
 from .evaluation.tasks import load_inputs
 from .model import RetexModel
 from .preprocess import load_preprocessor
-from .recipe import SIGNED_IN_MEMORY
+from .recipe import SIGNED_IN_MEMORY, same_threads
 
 BATCH_SIZE = 64
 
@@ -88,7 +88,8 @@ def sign(
     batches: Any = references.batches(model, inputs)
     if model.retex_config.signatures == "weights":
         batches = [batch for task in model.tasks for batch in batches.get(task, [])]
-    accuracies = model.fit_signatures(batches, progress=progress)
+    with same_threads(recipe):
+        accuracies = model.fit_signatures(batches, progress=progress)
     model.recipe = _noted(recipe, references)
     return accuracies
 

@@ -84,9 +84,10 @@ class BuildOptions(Options):
         for difference in differences(recipe):
             print(f"note: not bit for bit: {difference}.")
         model = make(recipe, progress=self.progress)
-        worst = max(model.recovery_errors.values(), default=0.0)
-        signed = "signed" if model.signatures is not None else "not signed yet"
-        print(f"{recipe.output_dir}: {len(model.tasks)} tasks, worst recovery error {worst:.3f}, {signed}.")
+        errors = model.recovery_errors.values()
+        mean = sum(errors) / len(errors) if errors else 0.0
+        signed = "signed" if model.signatures is not None else "not signed yet (retex sign)"
+        print(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
         if recipe.push_to_hub:
             print(model.push_to_hub(recipe.push_to_hub).commit_url)
 

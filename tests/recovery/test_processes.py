@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from classifiers import make_classifiers
 from families import TEXT
-from helpers import launcher, make_experts, perturb
+from helpers import launcher, make_experts
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel
 
 from retex_hf import RetexModel
 from retex_hf.recovery.processes import deal
@@ -122,7 +123,8 @@ def test_the_exact_result_does_not_depend_on_the_number_of_processes(folders, tm
         ("config: {rnak: 4}", r"'config' of the recipe .* has no key 'rnak'"),
         ("training: {lr: 4}", r"'training' of the recipe .* has no key 'lr'"),
         ("[1, 2]", "must hold keys and values"),
-        ("base: x", "needs a base, experts and an output_dir"),
+        ("base: x", "needs a base and experts"),
+        ("{base: b, experts: {a: e}}", "needs an output_dir"),
         ("{base: b, experts: {a: e}, output_dir: o, config: {rank: 4, inner_rank: 8}}", "inner_rank must not exceed"),
         (
             "{base: b, experts: {a: e}, output_dir: o, config: {soft_training: {method: dirichlet, alpha: 0}}}",
@@ -153,23 +155,7 @@ def test_a_missing_recipe_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def classifiers(tmp_path) -> Path:
-    """A base with a tokenizer, two experts with heads, and data for them: what a user's folders look like."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]
-    tokenizer = BertTokenizerFast(vocab={word: index for index, word in enumerate(words)})
-    base = BertModel(BertConfig(**TEXT)).eval()
-    base.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    for seed, (task, width) in enumerate({"low": 2, "high": 3}.items()):
-        expert = BertForSequenceClassification(BertConfig(**TEXT, num_labels=width)).eval()
-        expert.bert.load_state_dict(perturb(base, seed).state_dict())
-        expert.save_pretrained(tmp_path / "experts" / task)
-        (tmp_path / "data" / task).mkdir(parents=True)
-        for split, rows in {"train": 80, "test": 20}.items():
-            # The two tasks use different halves of the vocabulary.
-            texts = [" ".join(f"w{15 * seed + (row * k) % 15}" for k in (1, 2, 4)) for row in range(rows)]
-            lines = [json.dumps({"text": text, "label": row % width}) for row, text in enumerate(texts)]
-            (tmp_path / "data" / task / f"{split}.jsonl").write_text("\n".join(lines))
-    return tmp_path
+    return make_classifiers(tmp_path, {"low": 2, "high": 3})
 
 
 def test_a_recipe_with_data_builds_signs_draws_evaluates_and_saves(classifiers, monkeypatch):
@@ -190,11 +176,17 @@ def test_a_recipe_with_data_builds_signs_draws_evaluates_and_saves(classifiers, 
     train.main()
     out = classifiers / "out"
     results = json.loads((out / "results.json").read_text())
-    for row in results["tasks"].values():
-        assert row["task_given"] == row["individual"]  # rank full: the expert itself
-        assert row["identification"] > 0.8
-        assert row["task_given"] - (1 - row["identification"]) <= row["task_unknown"] <= row["task_given"]
-    assert {path.name for path in (out / "figures").iterdir()} == {"errors.png", "energy_ratios.png", "storage.png"}
+    methods = {name: of["modes"] for name, of in results["methods"].items()}
+    for task in ("low", "high"):
+        individual, known = (methods[n]["known"]["accuracy"]["tasks"][task]["value"] for n in ("individual", "ReTeX"))
+        assert known == individual  # rank full: the expert itself
+        unknown = methods["ReTeX"]["unknown"]["accuracy"]["tasks"][task]["value"]
+        identified = methods["ReTeX"]["unknown"]["identification"]["tasks"][task]["value"]
+        assert identified > 0.8
+        assert known - (1 - identified) <= unknown <= known
+    drawn = {path.name for path in (out / "figures").iterdir()}
+    assert drawn >= {"errors.png", "energy_ratios.png", "storage.png"}
     model = RetexModel.from_pretrained(out)
+    assert model.evaluation == results
     assert model.retex_config.rank == "full"  # flags win over the recipe
     assert model.tasks == ["low", "high"] and model.signatures is not None
