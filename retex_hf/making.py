@@ -70,8 +70,8 @@ def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = 
     elif "sign" in change:
         sign(model, References(**change["sign"]), progress=progress)
     else:
-        name, expert = change.pop("add"), change.pop("expert")
-        add_task(model, name, expert, references_of(change), progress=progress, **options)
+        own = {key: change[key] for key in ("base", "tolerance", "check_base") if key in change}
+        add_task(model, change["add"], change["expert"], references_of(change), progress=progress, **own, **options)
 
 
 def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:

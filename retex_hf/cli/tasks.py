@@ -53,7 +53,7 @@ class AddTaskOptions(Options):
         length = self.max_length or recipe.get("max_length")
         data = {} if self.data is None else {self.task: self.data}
         references = References(data, self.split, self.input_column, length, self.seed)
-        options = {"base": self.base or recipe.get("base"), "tolerance": self.tolerance, "progress": self.progress}
+        options = {"base": self.base, "tolerance": self.tolerance, "progress": self.progress}
         print(add_task(model, self.task, self.expert, references, **options))
         target = self.output_dir or self.artifact
         model.save_pretrained(target)

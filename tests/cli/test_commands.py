@@ -1,0 +1,229 @@
+"""The command line as its users meet it: from experts to answers, one command after the other."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from classifiers import make_classifiers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from retex_hf import RetexModel
+from retex_hf.cli import COMMANDS, main
+from retex_hf.recipe import Recipe
+
+WIDTHS = {"low": 2, "middle": 4, "high": 3}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    return make_classifiers(tmp_path_factory.mktemp("models"), WIDTHS)
+
+
+def experts(folders: Path, *tasks: str) -> list[str]:
+    return [part for task in tasks for part in ("--expert", f"{task}={folders / 'experts' / task}")]
+
+
+def data(folders: Path, *tasks: str) -> list[str]:
+    return [part for task in tasks for part in ("--data", f"{task}={folders / 'data' / task}")]
+
+
+@pytest.fixture(scope="module")
+def built(folders, tmp_path_factory) -> Path:
+    """An artifact of two tasks, built and signed."""
+    out = tmp_path_factory.mktemp("artifacts") / "two"
+    build = ["build", "--base", str(folders / "base"), *experts(folders, "low", "high"), "--rank", "4"]
+    assert main([*build, "--num-reference", "32", "--output-dir", str(out)]) == 0
+    assert main(["sign", str(out), *data(folders, "low", "high")]) == 0
+    return out
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything but the card, which bears the folder's name."""
+    found = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "README.md")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+def test_flags_reach_the_build(built):
+    model = RetexModel.from_pretrained(built)
+    assert model.tasks == ["low", "high"]
+    assert (model.retex_config.rank, model.retex_config.num_reference) == (4, 32)
+    assert model.signatures is not None
+    assert model.recipe["config"] == {"rank": 4, "num_reference": 32}
+
+
+def test_the_stored_recipe_gives_the_same_files(built, tmp_path, capsys):
+    assert main(["build", str(built), "--output-dir", str(tmp_path / "again")]) == 0
+    assert files(tmp_path / "again") == files(built)
+    assert "not bit for bit" not in capsys.readouterr().out
+
+
+def test_the_stored_recipe_of_a_changed_artifact_gives_the_same_files(folders, built, tmp_path):
+    middle = [str(folders / "experts" / "middle"), "--data", str(folders / "data" / "middle")]
+    three = tmp_path / "three"
+    assert main(["add-task", str(built), "middle", *middle, "--output-dir", str(three)]) == 0
+    assert main(["remove-task", str(three), "low"]) == 0
+    assert RetexModel.from_pretrained(three).tasks == ["high", "middle"]
+    assert main(["sign", str(three), *data(folders, "high", "middle"), "--num-reference", "16"]) == 0
+    assert main(["build", str(three), "--output-dir", str(tmp_path / "again")]) == 0
+    assert files(tmp_path / "again") == files(three)
+
+
+def test_a_recipe_says_what_it_cannot_repeat(built, tmp_path, capsys):
+    model = RetexModel.from_pretrained(built)
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    batches = {task: [dict(tokenizer(["w1 w2", "w20"], return_tensors="pt", padding=True))] for task in model.tasks}
+    model.fit_signatures(batches, progress=False)
+    model.save_pretrained(tmp_path / "own")
+    stored = Recipe.read(tmp_path / "own" / "retex_recipe.yaml")
+    assert stored.data == {} and stored.unrecorded == ["fit signatures on batches in memory"]
+    assert main(["build", str(tmp_path / "own"), "--output-dir", str(tmp_path / "again")]) == 0
+    assert "fit signatures on batches in memory, which no recipe can repeat" in capsys.readouterr().out
+
+
+TEXTS = ["w0 w1 w2", "w25 w26", "w3"]
+
+
+@torch.no_grad()
+def expected(built: Path) -> list[dict]:
+    model, tokenizer = RetexModel.from_pretrained(built), AutoTokenizer.from_pretrained(built)
+    return model.predict(**tokenizer(TEXTS, return_tensors="pt", padding=True))
+
+
+def answers(text: str) -> list[tuple[str, str]]:
+    return [(record["task"], record["answer"]) for record in map(json.loads, text.splitlines())]
+
+
+@pytest.mark.parametrize("form", ["text", "txt", "jsonl", "stdin", "stdin-jsonl"])
+def test_predict_reads_texts_from_everywhere(built, form, tmp_path, monkeypatch, capsys):
+    lines, rows = "\n".join(TEXTS) + "\n", "\n".join(json.dumps({"text": text, "id": 3}) for text in TEXTS)
+    (tmp_path / "in.txt").write_text(lines)
+    (tmp_path / "in.jsonl").write_text(rows)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(rows if form == "stdin-jsonl" else lines))
+    arguments = {
+        "text": [part for text in TEXTS for part in ("--text", text)],
+        "txt": [str(tmp_path / "in.txt")],
+        "jsonl": [str(tmp_path / "in.jsonl"), "--input-column", "text"],
+        "stdin": [],
+        "stdin-jsonl": ["-"],
+    }[form]
+    assert main(["predict", str(built), *arguments]) == 0
+    wanted = [(row["task"], row["label"]) for row in expected(built)]
+    assert answers(capsys.readouterr().out) == wanted
+    assert {task for task, _ in wanted} == {"low", "high"}
+
+
+def test_predict_gives_scores_residuals_and_the_merged_answer(built, capsys):
+    texts = [part for text in TEXTS for part in ("--text", text)]
+    assert main(["predict", str(built), *texts, "--residuals", "--merged", "--batch-size", "2"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    model, tokenizer = RetexModel.from_pretrained(built), AutoTokenizer.from_pretrained(built)
+    for text, record, row in zip(TEXTS, records, expected(built), strict=True):
+        assert record["input"] == text
+        assert record["score"] == pytest.approx(row["score"], abs=1e-5)
+        assert min(record["residuals"], key=record["residuals"].get) == record["task"]
+        with model.disable_adapter():
+            plain = model.predict(**tokenizer([text], return_tensors="pt"), task=record["task"])
+        assert record["merged"] == plain[0]["label"]
+
+
+def test_predict_takes_a_known_task_and_prints_a_table(built, capsys):
+    texts = [part for text in TEXTS for part in ("--text", text)]
+    assert main(["predict", str(built), *texts, "--task", "high", "--format", "table"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["input", "task", "answer", "score"]
+    assert len(rows) == len(TEXTS) and all(" high  high-" in row for row in rows)
+
+
+def test_inspect_tells_what_is_there(built, folders, capsys):
+    assert main(["inspect", str(built), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {task: of["classes"] for task, of in found["tasks"].items()} == {
+        task: [f"{task}-{index}" for index in range(WIDTHS[task])] for task in ("low", "high")
+    }
+    model = RetexModel.from_pretrained(built)
+    assert found["layers"].keys() == set(model.recovery)
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    layer = found["layers"][name]
+    offsets = torch.stack([model.recovery.offset(name, row) for row in model.recovery.task_embedding]).double()
+    assert layer["energy"] == pytest.approx(float(offsets.square().sum()), rel=1e-5)
+    assert layer["task_energy"]["high"] == pytest.approx(float(offsets[1].square().sum()), rel=1e-5)
+    energies = torch.linalg.svdvals(offsets.flatten(0, 1)).square()
+    assert layer["directions"] == int((energies.cumsum(0) / energies.sum() < 0.9).sum()) + 1
+    assert layer["rank"] == 4 and layer["error"] == pytest.approx(model.recovery_errors[name])
+    stored = sum(parameter.numel() * parameter.element_size() for parameter in model.recovery.parameters())
+    assert found["storage_bytes"]["recovery"] == stored
+    assert found["recipe"]["base"] == str(folders / "base")
+    assert main(["inspect", str(built)]) == 0
+    text = capsys.readouterr().out
+    assert "low" in text and "attention.self.query.weight" in text and "rank: 4" in text
+
+
+def test_eval_keeps_its_figures_in_the_artifact_and_on_the_card(folders, tmp_path, capsys):
+    out = tmp_path / "artifact"
+    build = ["build", "--base", str(folders / "base"), *experts(folders, "low", "high"), *data(folders, "low", "high")]
+    assert main([*build, "--rank", "full", "--output-dir", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(out), "--individual", "--json", "--results-dir", str(tmp_path / "results")]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    known = {name: of["modes"]["known"]["accuracy"] for name, of in figures["methods"].items()}
+    assert known["ReTeX"] == known["individual"]  # rank full: the experts themselves
+    assert RetexModel.from_pretrained(out).evaluation == figures
+    assert json.loads((tmp_path / "results" / "results.json").read_text()) == figures
+    identified = figures["methods"]["ReTeX"]["modes"]["unknown"]["identification"]["mean"]["value"]
+    assert identified > 0.8
+    assert f"{100 * identified:.1f}" in (out / "README.md").read_text()
+
+
+@torch.no_grad()
+def test_an_exported_task_is_a_plain_checkpoint(built, tmp_path):
+    assert main(["export", str(built), "high", str(tmp_path / "high")]) == 0
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "high").eval()
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "high")(TEXTS, return_tensors="pt", padding=True)
+    wanted = RetexModel.from_pretrained(built)(**inputs, task="high").logits
+    torch.testing.assert_close(plain(**inputs).logits, wanted)
+    assert plain.config.id2label == {index: f"high-{index}" for index in range(3)}
+    assert not list((tmp_path / "high").glob("retex_*"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_examples(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"retex {command}" in text.partition("examples:")[2]
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert main([]) == 2
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "retex_hf.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_a_reader_that_leaves_is_no_error(built, tmp_path):
+    (tmp_path / "many.txt").write_text("\n".join(TEXTS * 200))
+    command = f"{sys.executable} -m retex_hf.cli predict {built} {tmp_path / 'many.txt'} --batch-size 4 | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
+
+
+def test_an_error_leaves_one_sentence_and_no_traceback(tmp_path):
+    done = run("predict", str(tmp_path / "nothing"), "--text", "a")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("retex predict: ") and done.stderr.count("\n") == 1

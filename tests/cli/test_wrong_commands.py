@@ -1,0 +1,114 @@
+"""Wrong input on the command line: one sentence, exit code 2, nothing written or changed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from classifiers import make_classifiers
+
+from retex_hf.cli import main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    place = make_classifiers(tmp_path_factory.mktemp("place"), {"low": 2, "high": 3})
+    experts = [f"--expert={task}={place / 'experts' / task}" for task in ("low", "high")]
+    data = [f"--data={task}={place / 'data' / task}" for task in ("low", "high")]
+    options = ["--rank=4", "--output-dir", str(place / "artifact")]
+    assert main(["build", "--base", str(place / "base"), *experts, *data, *options]) == 0
+    (place / "recipe.yaml").write_text("base: base\nexperts: {low: experts/low}\n")
+    (place / "broken.yaml").write_text("base: [")
+    (place / "list.yaml").write_text("- a\n")
+    (place / "empty.txt").write_text("")
+    (place / "rows.jsonl").write_text('{"text": "w1"}\n{"text": \n')
+    (place / "two.jsonl").write_text('{"text": "w1", "sentence": "w2"}\n')
+    (place / "numbers.jsonl").write_text('{"text": 3}\n')
+    (place / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (place / "photo.png").write_bytes(b"no image")
+    (place / "folder").mkdir()
+    return place
+
+
+BUILD = ["build", "--base", "base", "--expert", "low=experts/low", "--output-dir", "out"]
+
+WRONG = {
+    "no such command": (["biuld"], "did you mean 'build'"),
+    "no arguments": (["predict"], "required: ARTIFACT"),
+    "unknown flag": (["predict", "artifact", "--tsk", "low"], "--tsk"),
+    "shortened flag": (["predict", "artifact", "--tas", "low"], "--tas"),
+    "not a number": (["predict", "artifact", "--batch-size", "many"], "many"),
+    "no batch": (["predict", "artifact", "--batch-size", "0", "--text", "w1"], "positive number"),
+    "no artifact": (["predict", "folder", "--text", "w1"], "not a ReTeX artifact"),
+    "artifact missing": (["inspect", "./none"], "none does not exist"),
+    "not on the Hub": (["inspect", "org/none"], "org/none"),
+    "unknown task": (["predict", "artifact", "--task", "mid", "--text", "w1"], "'mid'"),
+    "text and files": (["predict", "artifact", "rows.jsonl", "--text", "w1"], "either --text or files"),
+    "inputs missing": (["predict", "artifact", "none.txt"], "none.txt does not exist"),
+    "broken line": (["predict", "artifact", "rows.jsonl", "--batch-size", "1"], "line 2 is not JSON"),
+    "two columns": (["predict", "artifact", "two.jsonl"], "--input-column"),
+    "unknown column": (["predict", "artifact", "two.jsonl", "--input-column", "body"], "--input-column"),
+    "a number for a text": (["predict", "artifact", "numbers.jsonl"], "must be a text"),
+    "not UTF-8": (["predict", "artifact", "binary.txt"], "UTF-8"),
+    "an image for a text": (["predict", "artifact", "photo.png"], "takes texts"),
+    "no images": (["predict", "artifact", "folder"], "holds no images"),
+    "generation of a classifier": (["predict", "artifact", "--text", "a", "--max-new-tokens", "3"], "generate text"),
+    "nothing to build": (["build", "--output-dir", "out"], "needs a base and experts"),
+    "recipe missing": (["build", "none.yaml"], "none.yaml does not exist"),
+    "broken recipe": (["build", "broken.yaml"], "not valid YAML"),
+    "recipe is a list": (["build", "list.yaml"], "keys and values"),
+    "folder without recipe": (["build", "folder"], "holds no retex_recipe.yaml"),
+    "no output_dir": (["build", "recipe.yaml"], "--output-dir"),
+    "not a pair": (["build", "--expert", "low"], "TASK=SOURCE"),
+    "a task twice": (["build", "--expert", "low=a", "--expert", "low=b"], "names 'low' twice"),
+    "wrong rank": ([*BUILD, "--rank", "none"], "RetexConfig.rank"),
+    "wrong merge": ([*BUILD, "--merge", "tise"], "tise"),
+    "expert missing": ([*BUILD, "--expert", "high=./none"], "none"),
+    "expert of another kind": ([*BUILD, "--expert", "high=folder"], "folder"),
+    "data for no expert": ([*BUILD, "--data", "mid=data/low"], "'mid'"),
+    "data missing": ([*BUILD, "--data", "low=./none"], "none"),
+    "training without adam": ([*BUILD, "--steps", "3"], "adam"),
+    "output is a file": ([*BUILD, "--output-dir", "recipe.yaml"], "recipe.yaml is a file"),
+    "data of another task": (["sign", "artifact", "--data", "mid=data/low"], "'mid'"),
+    "data of one task only": (["sign", "artifact", "--data", "low=data/low"], "'high'"),
+    "no such split": (["sign", "artifact", "--split", "validation"], "validation"),
+    "empty data": (["sign", "artifact", "--data", "low=empty.txt", "--data", "high=data/high"], "empty.txt is empty"),
+    "no such layer": (["sign", "artifact", "--feature-layer", "nowhere"], "nowhere"),
+    "too few references": (["sign", "artifact", "--num-reference", "0"], "num_reference"),
+    "no labels": (["eval", "artifact", "--label-column", "klass"], "klass"),
+    "figures on the Hub": (["eval", "org/none"], "org/none"),
+    "expert elsewhere": (["eval", "artifact", "--individual", "--expert", "low=./none"], "none"),
+    "export of no task": (["export", "artifact", "mid", "out"], "'mid'"),
+    "export over files": (["export", "artifact", "low", "base"], "not empty"),
+    "export in no format": (["export", "artifact", "low", "out", "--format", "onnx"], "onnx"),
+    "linear checkpoint": (["export", "artifact", "low", "out", "--linear-only"], "--format lora"),
+    "task twice": (["add-task", "artifact", "low", "experts/low", "--data", "data/low"], "'low'"),
+    "new expert missing": (["add-task", "artifact", "mid", "./none", "--data", "data/low"], "none"),
+    "new task unsigned": (["add-task", "artifact", "mid", "experts/low"], "references"),
+    "remove no task": (["remove-task", "artifact", "mid"], "'mid'"),
+    "push offline": (["push", "artifact", "org/name"], "offline"),
+    "push to a bad name": (["push", "artifact", "org/a/b"], "org/a/b"),
+    "push of no artifact": (["push", "folder", "org/name"], "not a ReTeX artifact"),
+    "demo of no artifact": (["demo", "folder", "--no-open"], "not a ReTeX artifact"),
+}
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    files = (file for file in folder.rglob("*") if not file.is_dir())
+    return {str(file.relative_to(folder)): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_one_sentence_and_changes_nothing(case, place, monkeypatch, capsys):
+    arguments, message = WRONG[case]
+    monkeypatch.chdir(place)
+    before = fingerprint(place)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("retex") and error.count("\n") == 1, error
+    assert message in error
+    assert "Traceback" not in error
+    assert fingerprint(place) == before
