@@ -29,7 +29,12 @@ from common import (
     whole_folder,
     write_report,
 )
-from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTImageProcessor,
+)
 
 from retex_hf import RetexConfig, RetexModel
 
@@ -66,6 +71,10 @@ def all_in_one(tasks: list[Task]) -> Task:
     return Task("all tasks together", label_names, train_inputs, train_labels, test_inputs, test_labels)
 
 
+# What `collate` does, in the form that travels with a model, and that also takes larger images.
+PROCESSOR = ViTImageProcessor(size={"height": 28, "width": 28}, rescale_factor=1 / 255, do_normalize=False)
+
+
 def collate(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """Grey images of 28 x 28 bytes as one batch of values between 0 and 1."""
     return {"pixel_values": torch.from_numpy(np.stack(images)).unsqueeze(1) / 255}
@@ -79,6 +88,7 @@ def train_base(tasks: list[Task], folder: Path) -> None:
     train(model, together, collate, BASE_TRAINING)
     with whole_folder(folder) as partial:
         model.base_model.save_pretrained(partial)
+        PROCESSOR.save_pretrained(partial)
 
 
 def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:

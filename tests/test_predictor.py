@@ -1,0 +1,174 @@
+"""Raw inputs in, answers out: texts and images, classifiers, generators and dual encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+import transformers as tf
+from families import OPEN_CLIP_VIT, VISION
+from helpers import TASKS, make_experts
+from PIL import Image
+from signed import WORDS, make_tokenizer, separate, signed_classifier
+
+from retex_hf import ArtifactError, InputError, RetexConfig, RetexModel
+from retex_hf.predictor import Predictor
+from retex_hf.preprocess import load_preprocessor
+
+TEXTS = ["rose ruby", "sky sea denim", "moss fern lime jade", "wine"]
+OWN = ["red", "blue", "green", "red"]
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(text_folder) -> Predictor:
+    torch.manual_seed(0)
+    model = signed_classifier()
+    return Predictor(model, load_preprocessor(text_folder, model.model), batch_size=3)
+
+
+@torch.no_grad()
+def test_classifiers_answer_with_the_labels_of_the_chosen_task(classifier):
+    answers = classifier.predict(TEXTS)
+    assert [answer.task for answer in answers] == OWN
+    rows = classifier.model.predict(**make_tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    routing = classifier.model.identify(**make_tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    for number, (answer, row) in enumerate(zip(answers, rows, strict=True)):
+        assert (answer.answer, answer.score) == (row["label"], pytest.approx(row["score"], abs=1e-5))
+        assert list(answer.residuals) == TASKS
+        assert list(answer.residuals.values()) == pytest.approx(routing.residuals[number].tolist(), rel=1e-4)
+        assert sum(answer.probabilities.values()) == pytest.approx(1, abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_named_task_is_obeyed_and_has_no_residuals(classifier):
+    tasks = ["blue", "blue", "red", "green"]
+    answers = classifier.predict(TEXTS, tasks)
+    assert [answer.task for answer in answers] == tasks
+    assert all(answer.residuals is None and answer.probabilities is None for answer in answers)
+    batch = make_tokenizer()(TEXTS, padding=True, return_tensors="pt")
+    assert [answer.answer for answer in answers] == [
+        row["label"] for row in classifier.model.predict(**batch, task=tasks)
+    ]
+    assert [answer.task for answer in classifier.predict(TEXTS, "blue")] == ["blue"] * 4
+    with pytest.raises(InputError, match="2 tasks are named for 4 inputs"):
+        classifier.predict(TEXTS, ["red", "blue"])
+
+
+@torch.no_grad()
+def test_merged_answers_are_the_merged_models(classifier):
+    model = classifier.model
+    with model.disable_adapter():
+        rows = model.predict(**make_tokenizer()(TEXTS, padding=True, return_tensors="pt"), task=OWN)
+    answers = classifier.merged(TEXTS, OWN)
+    assert [(a.task, a.answer) for a in answers] == [(row["task"], row["label"]) for row in rows]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder_only", [False, True])
+def test_generators_answer_with_texts(text_folder, decoder_only):
+    tokenizer = make_tokenizer()
+    if decoder_only:
+        config = tf.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, eos_token_id=2)
+        base = tf.GPT2LMHeadModel(config).eval()
+    else:
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+        base = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=len(tokenizer), **sizes)).eval()
+    separate(base.get_input_embeddings(), tokenizer)
+    model = RetexModel.from_experts(base, make_experts(base, scale=2.0), RetexConfig(rank="full"), progress=False)
+    predictor = Predictor(model, load_preprocessor(text_folder, model.model), max_new_tokens=5)
+    answers = predictor.predict(TEXTS, OWN)
+    for text, task, answer in zip(TEXTS, OWN, answers, strict=True):
+        inputs = tokenizer([text], return_tensors="pt")
+        output = model.merge_and_unload(task).generate(**inputs, do_sample=False, max_new_tokens=5)
+        new = output[:, inputs["input_ids"].shape[1] :] if decoder_only else output
+        assert answer.answer == tokenizer.decode(new[0], skip_special_tokens=True)
+        assert answer.score is None
+    plain = model.get_base_model().generate(**tokenizer(TEXTS[:1], return_tensors="pt"), max_new_tokens=5)
+    start = 2 if decoder_only else 0
+    assert predictor.merged(TEXTS[:1], OWN[:1])[0].answer == tokenizer.decode(
+        plain[0, start:], skip_special_tokens=True
+    )
+
+
+def pictures() -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 255, (40, 36, 3), dtype=np.uint8)) for _ in range(4)]
+
+
+CLASSES = {"red": ["rose", "ruby"], "green": ["moss", "fern", "lime"], "blue": ["sky", "sea"]}
+
+
+@torch.no_grad()
+def test_open_clip_answers_with_the_nearest_class():
+    text = {**OPEN_CLIP_VIT["text_cfg"], "context_length": 16, "vocab_size": 49408}
+    config = {**OPEN_CLIP_VIT, "text_cfg": text}
+    base = open_clip.model.CLIP(**config).eval()
+    experts = {}
+    for task, expert in make_experts(base, scale=1.0).items():
+        own = {name: tensor for name, tensor in expert.state_dict().items() if name.startswith("visual.")}
+        experts[task] = {**base.state_dict(), **own}  # the text tower is frozen, as usual
+    model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), model_config=config, progress=False)
+    model.model.visual.preprocess_cfg = {"size": 32}
+    folder = Path(__file__).parent / "none"
+    preprocessor = load_preprocessor(folder, model.model)
+    preprocessor.encode_texts = lambda texts: {"text": open_clip.SimpleTokenizer(context_length=16)(texts)}
+    predictor = Predictor(model, preprocessor, classes=CLASSES)
+    images, tasks = pictures(), ["red", "green", "blue", "green"]
+    for image, task, answer in zip(images, tasks, predictor.predict(images, tasks), strict=True):
+        features = model.encode_image(preprocessor([image])["image"], task=task)
+        prompts = open_clip.SimpleTokenizer(context_length=16)([f"a photo of a {name}." for name in CLASSES[task]])
+        scores = torch.cosine_similarity(base.encode_text(prompts), features)
+        assert answer.answer == CLASSES[task][int(scores.argmax())]
+    with pytest.raises(InputError, match="classes of task 'blue'"):
+        Predictor(model, preprocessor, classes={"red": ["a"], "green": ["b"]})
+    assert Predictor(model, preprocessor).predict(images, "red")[0].answer is None  # nothing names its classes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_pass_through_the_stored_processor(tmp_path, channels):
+    config = tf.ViTConfig(**VISION, num_channels=channels, num_labels=3)
+    base = tf.ViTForImageClassification(config).eval()
+    processor = tf.ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=False)
+    processor.save_pretrained(tmp_path)
+    model = RetexModel.from_experts(base, make_experts(base), RetexConfig(rank="full"), progress=False)
+    predictor = Predictor(model, load_preprocessor(tmp_path, model.model))
+    images = pictures()
+    mode = "L" if channels == 1 else "RGB"
+    for image, answer in zip(images, predictor.predict(images, "red"), strict=True):
+        pixels = processor([image.convert(mode)], return_tensors="pt")["pixel_values"]
+        assert pixels.shape[1] == channels
+        assert answer.answer == model.predict(pixel_values=pixels, task="red")[0]["label"]
+    arrays = [np.asarray(image.convert(mode)) for image in images]
+    assert predictor.predict(arrays, "red") == predictor.predict(images, "red")
+
+
+def test_wrong_inputs_and_folders_are_one_sentence(classifier, tmp_path):
+    with pytest.raises(InputError, match="Input 2 is a Image, but this model takes a text"):
+        classifier.predict(["rose", pictures()[0]])
+    with pytest.raises(InputError, match="either texts or pairs"):
+        classifier.predict(["rose", ("rose", "wine")])
+    with pytest.raises(ArtifactError, match="holds no tokenizer that loads"):
+        load_preprocessor(tmp_path, classifier.model.model)
+    with pytest.raises(InputError, match="'max_new_tokens' is for models that generate"):
+        Predictor(classifier.model, classifier.preprocessor, max_new_tokens=3)
+
+
+def test_pairs_and_long_texts(classifier, text_folder):
+    pairs = classifier.preprocessor([("rose wine", "sky"), ("ruby", "sea ice")])
+    expected = make_tokenizer()(["rose wine", "ruby"], ["sky", "sea ice"], padding=True, return_tensors="pt")
+    assert torch.equal(pairs["input_ids"], expected["input_ids"])
+    long = " ".join(WORDS["red"] * 20)
+    assert classifier.preprocessor([long])["input_ids"].shape[1] == 32  # what the model has positions for
+    short = load_preprocessor(text_folder, classifier.model.model, max_length=5)
+    assert short([long])["input_ids"].shape[1] == 5

@@ -1,0 +1,133 @@
+"""Recipes: what they refuse, what they keep, and what a build writes down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from families import TEXT
+from helpers import make_experts
+from transformers import BertConfig, BertModel
+
+from retex_hf import ConfigError, RetexConfig, RetexModel, TrainingConfig
+from retex_hf.making import differences, make
+from retex_hf.recipe import Recipe, describe_build, same_threads
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(**TEXT)).eval()
+    base.save_pretrained(folder / "base")
+    for task, expert in make_experts(base).items():
+        expert.save_pretrained(folder / task)
+    return folder
+
+
+def test_defaults_are_not_written():
+    recipe = Recipe(base="b", experts={"a": "e"}, config={"rank": 8}, output_dir="out", cpu=True)
+    assert recipe.to_dict() == {
+        "base": "b", "experts": {"a": "e"}, "config": {"rank": 8}, "output_dir": "out", "cpu": True,
+    }  # fmt: skip
+    assert recipe.stored() == {"base": "b", "experts": {"a": "e"}, "config": {"rank": 8}}
+
+
+def test_a_build_of_folders_writes_down_its_recipe(folders):
+    experts = {task: folders / task for task in ("red", "green")}
+    config = RetexConfig(rank=3, merge={"method": "task_arithmetic", "scale": 0.1}, exclude=["*embeddings*"])
+    model = RetexModel.from_experts(folders / "base", experts, config, progress=False)
+    recipe = model.recipe
+    assert recipe["base"] == str(folders / "base")
+    assert recipe["experts"] == {task: str(path) for task, path in experts.items()}
+    assert recipe["config"] == {
+        "rank": 3, "merge": {"method": "task_arithmetic", "scale": 0.1}, "exclude": ["*embeddings*"],
+    }  # fmt: skip
+    assert recipe["threads"] == torch.get_num_threads()
+    # As YAML and back, the build is the same to the last bit.
+    again = make(Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe, sort_keys=False))), progress=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert again.recipe == recipe
+
+
+def test_training_is_repeated_too(folders):
+    experts = {task: folders / task for task in ("red", "green")}
+    training = TrainingConfig(steps=5, warmup_steps=1, learning_rate=1e-5, seed=3)
+    model = RetexModel.from_experts(
+        folders / "base", experts, RetexConfig(rank=3), solver="adam", training=training, progress=False
+    )
+    stored = yaml.safe_load(yaml.safe_dump(model.recipe, sort_keys=False))
+    assert stored["training"] == {"steps": 5, "warmup_steps": 1, "learning_rate": 1e-5, "seed": 3}
+    again = make(Recipe.from_dict(stored), progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_what_is_in_memory_has_no_recipe(folders):
+    base = BertModel.from_pretrained(folders / "base")
+    model = RetexModel.from_experts(base, {"red": folders / "red"}, RetexConfig(rank=3), progress=False)
+    assert model.recipe is None
+
+
+def test_hub_sources_are_pinned_to_their_commit():
+    revisions = {"org/base": "a" * 40, "org/red@main": "b" * 40, "local/red": None}
+    experts = {"red": "org/red@main", "green": "local/red"}
+    recipe = describe_build("org/base", experts, RetexConfig(), revisions=revisions)
+    assert recipe["base"] == "org/base@" + "a" * 40
+    assert recipe["experts"] == {"red": "org/red@" + "b" * 40, "green": "local/red"}
+
+
+def test_other_versions_are_told():
+    recipe = Recipe(base="b", experts={"a": "e"}, made_with={"torch": "0.4"}, unrecorded=["dance"])
+    texts = differences(recipe)
+    assert len(texts) == 2 and "dance" in texts[0] and "torch 0.4" in texts[1]
+
+
+def test_threads_are_those_of_the_recipe_and_given_back():
+    usual = torch.get_num_threads()
+    with same_threads({"threads": usual + 1}):
+        assert torch.get_num_threads() == usual + 1
+    assert torch.get_num_threads() == usual
+    with pytest.raises(RuntimeError), same_threads({"threads": usual + 1}):
+        raise RuntimeError
+    assert torch.get_num_threads() == usual
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1], "must hold keys and values"),
+        ({"bases": "b"}, "has no key 'bases'"),
+        ({"base": 3}, "'base' of the recipe must be a text, not 3"),
+        ({"experts": ["a"]}, "'experts' of the recipe must hold names and texts"),
+        ({"experts": {True: "a"}}, "must hold names and texts"),
+        ({"config": {"rnak": 3}}, "'config' of the recipe has no key 'rnak'"),
+        ({"config": {"tasks": ["a"]}}, "has no key 'tasks'"),
+        ({"config": 3}, "'config' of the recipe must hold keys and values"),
+        ({"max_length": "long"}, "must be a whole number"),
+        ({"seed": True}, "must be a whole number"),
+        ({"check_base": "no"}, "must be true or false"),
+        ({"changes": {"add": "a"}}, "must be a list"),
+    ],
+)
+def test_wrong_recipes_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe(), "needs a base and experts"),
+        (Recipe(base="b", experts={"a": "e"}, data={"c": "d"}), "'c', which is not among the experts"),
+        (Recipe(base="b", experts={"a": "e", "c": "e"}, data={"c": "d"}), "no source for the task 'a'"),
+        (Recipe(base="b", experts={"a": "e"}, changes=[{"dance": 1}]), "an add, a remove or a sign"),
+        (Recipe(base="b", experts={"a": "e"}, threads=0), "threads must be a positive number"),
+        (Recipe(base="b", experts={"a": "e"}, training={"steps": 3}), "nothing to train"),
+    ],
+)
+def test_recipes_that_cannot_be_built_are_refused(recipe, message):
+    with pytest.raises(ConfigError, match=message):
+        make(recipe, progress=False)
