@@ -1,11 +1,17 @@
 """Merge many fine-tuned experts into one Hugging Face checkpoint, and recover each expert from it on demand."""
 
-from .config import RetexConfig
-from .errors import ArtifactError, CheckpointError, ConfigError, InputError, RetexError, TaskError
-from .merging import merge_methods, register_merge
-from .model import RetexModel
-from .recovery import TrainingConfig
-from .routing import Routing
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import RetexConfig
+    from .errors import ArtifactError, CheckpointError, ConfigError, HubError, InputError, RetexError, TaskError
+    from .merging import merge_methods, register_merge
+    from .model import RetexModel
+    from .recovery import TrainingConfig
+    from .routing import Routing
 
 __version__ = "0.1.0"
 
@@ -13,6 +19,7 @@ __all__ = [
     "ArtifactError",
     "CheckpointError",
     "ConfigError",
+    "HubError",
     "InputError",
     "RetexConfig",
     "RetexError",
@@ -23,3 +30,18 @@ __all__ = [
     "merge_methods",
     "register_merge",
 ]
+_HOMES = {
+    "RetexConfig": "config",
+    "RetexModel": "model",
+    "Routing": "routing",
+    "TrainingConfig": "recovery",
+    "merge_methods": "merging",
+    "register_merge": "merging",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names come when they are asked for: torch and transformers take seconds, which `retex --help` need not wait."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)

@@ -17,6 +17,10 @@ class ArtifactError(RetexError):
     """A saved ReTeX folder is incomplete, damaged, or not one."""
 
 
+class HubError(RetexError):
+    """The Hub cannot be reached, or does not give or take what was asked."""
+
+
 class TaskError(RetexError, ValueError):
     """`task=` names a task that does not exist, or does not fit the batch."""
 

@@ -1,0 +1,68 @@
+"""What a visitor gives, as the predictor takes it: checked against limits before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from ..errors import InputError
+
+MOST_INPUTS = 32
+MOST_CHARACTERS = 10_000
+MOST_MEGABYTES = 10
+# For all images of one call together: the size at which Pillow takes a single one for a decompression bomb.
+MOST_PIXELS = 2 * Image.MAX_IMAGE_PIXELS
+# Decoders for what people take pictures with; the others are attack surface.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def read_texts(typed: str) -> list[str | tuple[str, str]]:
+    """One input per line that is not empty; a line with a tab in it is a pair of texts.
+
+    >>> from retex_hf.demo.inputs import read_texts
+    >>> read_texts("a question\\tits context\\n\\nanother\\tof these")
+    [('a question', 'its context'), ('another', 'of these')]
+    """
+    # Not str.splitlines: it also splits at form feeds and other characters that texts from files contain.
+    lines = [line for line in typed.replace("\r\n", "\n").split("\n") if line.strip()]
+    _check_number(len(lines), "text", "Type at least one text.")
+    texts = []
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MOST_CHARACTERS:
+            raise InputError(f"Text {number} has {len(line)} characters; the page takes at most {MOST_CHARACTERS}.")
+        parts = [part.strip() for part in line.split("\t") if part.strip()]
+        if len(parts) > 2:
+            raise InputError(f"Text {number} has {len(parts)} parts between tabs; a pair of texts has two.")
+        texts.append(tuple(parts) if len(parts) == 2 else parts[0])
+    return texts
+
+
+def read_images(paths: Sequence[str | Path]) -> list[Image.Image]:
+    """Open image files as RGB, upright, in order."""
+    _check_number(len(paths), "image", "Add at least one image.")
+    opened, left = [], MOST_PIXELS
+    for number, path in enumerate(paths, start=1):
+        if Path(path).stat().st_size > MOST_MEGABYTES * 1_000_000:
+            raise InputError(f"Image {number} is larger than {MOST_MEGABYTES} MB.")
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                left -= image.width * image.height  # known from the header, before anything is decoded
+                if left >= 0:
+                    opened.append(ImageOps.exif_transpose(image).convert("RGB"))
+        except Image.DecompressionBombError:
+            left = -1
+        except (OSError, ValueError, SyntaxError):  # Pillow's decoders raise all of these
+            raise InputError(f"Image {number} cannot be read; the page takes {', '.join(FORMATS)}.") from None
+        if left < 0:
+            limit = f"{MOST_PIXELS // 1_000_000} million pixels"
+            raise InputError(f"With image {number} the images have more than {limit} together.")
+    return opened
+
+
+def _check_number(count: int, what: str, none: str) -> None:
+    if count == 0:
+        raise InputError(none)
+    if count > MOST_INPUTS:
+        raise InputError(f"There are {count} {what}s; the page takes at most {MOST_INPUTS} at once.")

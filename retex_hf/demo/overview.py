@@ -1,0 +1,238 @@
+"""What an artifact is, as HTML: tasks, storage, what was measured, how far apart its tasks are, and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ..errors import RetexError
+from ..evaluation.figures import plot_report
+from ..evaluation.run import MODES
+from ..evaluation.tables import percent
+from ..model import RetexModel
+from ..plots import plot_energy_ratios, plot_errors, plot_losses
+from ..routing import Signatures
+from .cards import png_uri
+from .energy import recovered_energy
+
+SHOWN_LABELS = 4
+# Figures wider than this have a row of their own.
+WIDE_INCHES = 8.0
+# What reading a file of another form than ours raises; artifacts are made by strangers.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
+NOT_MEASURED = "Nothing was measured: this artifact carries no evaluation."
+NOT_READABLE = "The evaluation that this artifact carries cannot be read: it is not what Report.summary() writes."
+NOT_SIGNED = "This artifact has no signatures of reference inputs, so there are no distances to show."
+
+
+def overview_html(model: RetexModel) -> Markup:
+    """Tables of tasks, storage, measured figures and distances between tasks."""
+    sections = {
+        "Tasks": tasks_html(model),
+        "Storage": storage_html(model),
+        "Measured": evaluation_html(model.evaluation),
+        "How far apart the tasks are": distances_html(model),
+    }
+    return Markup('<div class="rx">{}</div>').format(Markup("").join(map(_section, sections, sections.values())))
+
+
+def figures_html(model: RetexModel) -> Markup:
+    """All figures that can be drawn from what the artifact holds. Spectra take a few seconds for large models."""
+    drawings: list[tuple[Callable[[], Figure], str]] = []
+    if model.recovery_errors:
+        text = "Relative error of every recovered parameter: 0 is exact, 1 is the merged value."
+        drawings.append((partial(plot_errors, model.recovery_errors), text))
+    ratios = recovered_energy(model.recovery, model.tasks)
+    if ratios:
+        text = "Energy of the stored differences in their top q singular directions. What recovery misses is left out."
+        drawings.append((partial(plot_energy_ratios, ratios), text))
+    if model.evaluation is not None:
+        drawings.append((partial(plot_report, model.evaluation), "Measured accuracy, with intervals."))
+    if model.training_history:
+        text = "Loss and relative error over the steps of training."
+        drawings.append((partial(plot_losses, model.training_history), text))
+    shown = Markup("").join(_figure_html(*drawing) for drawing in drawings) or _paragraph("There is nothing to draw.")
+    return Markup('<div class="rx"><h2>Figures</h2><div class="rx-figures">{}</div></div>').format(shown)
+
+
+def tasks_html(model: RetexModel) -> Markup:
+    """One row per task: its classes, and where its expert came from."""
+    config = model.retex_config
+    rows = [[task, _classes(config.labels.get(task)), _provenance(config.experts.get(task))] for task in model.tasks]
+    facts = (
+        f"Model: {type(model.model).__name__}. Base: {_provenance(config.base_model)}. Merge: {_method(config.merge)}."
+    )
+    return _paragraph(facts) + _table(["Task", "Classes", "Expert"], rows, "rx-tasks")
+
+
+def storage_html(model: RetexModel) -> Markup:
+    """What the artifact stores, beside what all experts would take on their own."""
+    parts = storage_bytes(model)
+    total = sum(parts.values())
+    experts = expert_bytes(model)
+    rows = [[name, _megabytes(size), percent(size / experts)] for name, size in parts.items()]
+    rows.append(["Together", _megabytes(total), percent(total / experts)])
+    rows.append([f"The {len(model.tasks)} experts on their own", _megabytes(experts), percent(1.0)])
+    return _table(["Part", "MB", "% of the experts"], rows, "rx-storage", numbers=True)
+
+
+def storage_bytes(model: RetexModel) -> dict[str, int]:
+    """Bytes of each part of an artifact; parts of nothing are left out."""
+    heads = model.heads.as_dict(model.tasks)
+    signatures = [] if model.signatures is None else vars(model.signatures).values()
+    parts = {
+        "Merged model": _bytes(_own_tensors(model).values()),
+        "Recovery of all tasks": _bytes(model.recovery.parameters()),
+        "Heads": _bytes(tensor for head in heads.values() for tensor in head.values()),
+        "Signatures": _bytes(value for value in signatures if isinstance(value, Tensor)),
+        "Base, for features": _bytes(model.pretrained.as_dict(["base"])["base"].values()),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def expert_bytes(model: RetexModel) -> int:
+    """Bytes of all experts: the body as often as there are tasks, and every head."""
+    heads = model.heads.as_dict(model.tasks)
+    own = {name for head in heads.values() for name in head}
+    body = _bytes(tensor for name, tensor in _own_tensors(model).items() if name not in own)
+    return len(model.tasks) * body + _bytes(tensor for head in heads.values() for tensor in head.values())
+
+
+def evaluation_html(summary: Mapping[str, Any] | None) -> Markup:
+    """The figures of a stored evaluation: one table per mode, a row per method."""
+    if summary is None:
+        return _paragraph(NOT_MEASURED)
+    try:
+        return _evaluation_tables(summary)
+    except MALFORMED:
+        return _paragraph(NOT_READABLE)
+
+
+def distances_html(model: RetexModel) -> Markup:
+    """The residual of each task's mean under each task's signature, shaded by size."""
+    if not isinstance(model.signatures, Signatures):
+        return _paragraph(NOT_SIGNED)
+    residuals = mean_residuals(model.signatures)
+    largest = float(residuals.max()) or 1.0
+    head = Markup("").join(Markup('<th scope="col">{}</th>').format(task) for task in model.tasks)
+    rows = []
+    for task, row in zip(model.tasks, residuals.tolist(), strict=True):
+        cells = [
+            Markup('<td class="rx-number" style="--near:{}">{}</td>').format(
+                f"{1 - value / largest:.3f}", f"{value:.2f}"
+            )
+            for value in row
+        ]
+        rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(task, Markup("").join(cells)))
+    text = (
+        f"Residual of the mean of each task's references (rows) under each task's signature (columns), "
+        f"at {model.signatures.feature_layer}. The stronger the colour, the nearer."
+    )
+    table = Markup(
+        '<div class="rx-scroll"><table class="rx-table rx-distances"><thead><tr><td></td>{}</tr></thead>'
+        "<tbody>{}</tbody></table></div>"
+    ).format(head, Markup("").join(rows))
+    return _paragraph(text) + table
+
+
+def mean_residuals(signatures: Signatures) -> Tensor:
+    """(T, T): how far the mean of task s lies from the subspace of task t."""
+    with torch.no_grad():
+        return signatures.residuals(signatures.mean).cpu()
+
+
+def _evaluation_tables(summary: Mapping[str, Any]) -> Markup:
+    tables = []
+    for mode, title in MODES.items():
+        found = {name: of["modes"][mode] for name, of in summary["methods"].items() if mode in of["modes"]}
+        if not found:
+            continue
+        tables.append(Markup("<h3>{}</h3>").format(f"Accuracy, {title} (%)"))
+        tables.append(_figures_table(found, "accuracy", list(summary["tasks"])))
+        said = {name: of for name, of in found.items() if "identification" in of}
+        if said:
+            tables.append(Markup("<h3>{}</h3>").format("Inputs taken for their own task (%)"))
+            tables.append(_figures_table(said, "identification", list(summary["tasks"])))
+    return Markup("").join(tables)
+
+
+def _figures_table(found: Mapping[str, Mapping[str, Any]], kind: str, tasks: Sequence[str]) -> Markup:
+    rows = [
+        [name, *(percent(of[kind]["tasks"][task]["value"]) for task in tasks), percent(of[kind]["mean"]["value"])]
+        for name, of in found.items()
+    ]
+    return _table(["Method", *tasks, "Mean"], rows, f"rx-{kind}", numbers=True)
+
+
+def _own_tensors(model: RetexModel) -> dict[str, Tensor]:
+    """The merged model's tensors, tied ones once."""
+    tensors = model.model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return {name: tensors[name] for name in names.values()}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.2f}"
+
+
+def _classes(described: Mapping[str, Any] | None) -> str:
+    """How many classes a head has, and the first of them."""
+    if not described:
+        return "no head of its own"
+    labels = [str(label) for label in described["id2label"].values()]
+    shown = ", ".join(labels[:SHOWN_LABELS]) + (", …" if len(labels) > SHOWN_LABELS else "")
+    return f"{len(labels)}: {shown}"
+
+
+def _provenance(source: Mapping[str, Any] | None) -> str:
+    """`id@revision`, as far as it is known."""
+    if not source or not source.get("id"):
+        return "given in memory"
+    revision = source.get("revision")
+    return str(source["id"]) + (f"@{str(revision)[:8]}" if revision else "")
+
+
+def _method(merge: str | Mapping[str, Any]) -> str:
+    return merge if isinstance(merge, str) else str(merge["method"])
+
+
+def _figure_html(draw: Callable[[], Figure], text: str) -> Markup:
+    try:
+        figure = draw()
+    except (*MALFORMED, RetexError):
+        return _paragraph(f"{text} What the artifact holds of it cannot be drawn.")
+    wide = Markup(' class="rx-wide"') if figure.get_figwidth() > WIDE_INCHES else ""
+    html = Markup('<figure{}><img src="{}" alt="{}"><figcaption>{}</figcaption></figure>')
+    return html.format(wide, png_uri(figure), text, text)
+
+
+def _section(title: str, content: Markup) -> Markup:
+    return Markup("<section><h2>{}</h2>{}</section>").format(title, content)
+
+
+def _paragraph(text: str) -> Markup:
+    return Markup('<p class="rx-note">{}</p>').format(text)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str, numbers: bool = False) -> Markup:
+    """A table whose first column names its rows; with `numbers`, the others are figures."""
+    name = f"{name} rx-figures-table" if numbers else name
+    head = Markup("").join(Markup('<th scope="col">{}</th>').format(title) for title in header)
+    cell = Markup('<td class="rx-number">{}</td>' if numbers else "<td>{}</td>")
+    body = [
+        Markup('<tr><th scope="row">{}</th>{}</tr>').format(first, Markup("").join(map(cell.format, others)))
+        for first, *others in rows
+    ]
+    return Markup(
+        '<div class="rx-scroll"><table class="rx-table {}"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
+    ).format(name, head, Markup("").join(body))

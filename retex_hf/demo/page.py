@@ -1,0 +1,225 @@
+"""The page: a Gradio app of two tabs over a `Predictor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ..errors import RetexError
+from ..model import RetexModel
+from ..predictor import GENERATOR, Predictor, answer_kind
+from ..preprocess import TEXT, Preprocessor, load_preprocessor
+
+try:
+    import gradio as gr
+    from markupsafe import Markup, escape
+except ModuleNotFoundError as error:
+    if error.name not in ("gradio", "markupsafe"):
+        raise
+    raise RetexError('The page needs gradio: pip install "retex-hf[demo]".') from error
+
+from .cards import Call, call_html
+from .inputs import MOST_CHARACTERS, MOST_INPUTS, MOST_MEGABYTES, read_images, read_texts
+from .overview import figures_html, overview_html
+from .style import CSS
+
+AUTOMATIC = -1
+NEW_TOKENS = 64
+MOST_WAITING = 32
+# Uploads are deleted after an hour; the clean-up runs every ten minutes.
+CLEAN_UP = (600, 3600)
+SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica", "Arial", "sans-serif"]
+
+
+def make_demo(
+    model: RetexModel,
+    preprocessor: Preprocessor,
+    *,
+    title: str | None = None,
+    examples: Sequence[Any] | None = None,
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> gr.Blocks:
+    """A page that answers texts or images with ReTeX and with the plain merged model, side by side.
+
+    Args:
+        model: The model.
+        preprocessor: Makes batches of raw inputs, see `load_preprocessor`. It decides between texts and images.
+        title: Heading of the page. Default: "ReTeX".
+        examples: What visitors may click on: texts (of one or several lines), or lists of image files.
+        classes: For dual encoders of images and texts: the names of the classes of each task. Without them, the page
+            shows tasks only.
+
+    Returns:
+        `gradio.Blocks`; `launch_options()` are the options that its `launch` is best called with.
+    """
+    generate = {"max_new_tokens": NEW_TOKENS} if answer_kind(model, classes is not None) == GENERATOR else {}
+    predictor = Predictor(model, preprocessor, classes=classes, **generate)
+    title = title or "ReTeX"
+    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=CLEAN_UP) as page:
+        # In the page itself and not an option of `launch`, so that it is there however the page is launched.
+        _html(f"<style>{CSS}</style>")
+        _html(str(_heading(title, model.tasks)))
+        with gr.Tab("Try it"):
+            _add_try_it(predictor, examples)
+        with gr.Tab("Overview") as overview:
+            _html(str(overview_html(model)), elem_id="overview")
+            figures = _html(elem_id="figures", min_height=60)
+        # Drawn when somebody looks, and once.
+        draw = cache(lambda: str(figures_html(model)))
+        overview.select(draw, outputs=figures, api_visibility="private", concurrency_limit=1)
+    return page.queue(max_size=MOST_WAITING)
+
+
+def launch(
+    artifact: str | Path,
+    *,
+    title: str | None = None,
+    examples: Sequence[Any] | None = None,
+    classes: Mapping[str, Sequence[str]] | None = None,
+    max_length: int | None = None,
+    revision: str | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, str, str]:
+    """Load an artifact and serve its page.
+
+    Args:
+        artifact: A folder or a Hub id.
+        title: Heading of the page. Default: the artifact's name.
+        examples: See `make_demo`.
+        classes: See `make_demo`.
+        max_length: Texts are cut after so many tokens; default: what the model can take.
+        revision: Branch, tag or commit on the Hub.
+        model_options: Go to `RetexModel.from_pretrained`: `token`, `device_map` and the like.
+        options: Go to `gradio.Blocks.launch`, over those of `launch_options()`: `server_port`, `inbrowser`, `share`,
+            `auth` and the like.
+
+    Returns:
+        What `gradio.Blocks.launch` returns: the app, its local address and its public one.
+    """
+    model = RetexModel.from_pretrained(artifact, revision=revision, **(model_options or {}))
+    preprocessor = load_preprocessor(model.side_folder, model.model, max_length=max_length)
+    page = make_demo(model, preprocessor, title=title or Path(artifact).name, examples=examples, classes=classes)
+    return page.launch(**{**launch_options(), **options})
+
+
+def launch_options() -> dict[str, Any]:
+    """Options for `gradio.Blocks.launch`: nothing leaves the machine, nothing is kept, uploads are limited."""
+    theme = gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=SYSTEM_FONTS, font_mono=["monospace"])
+    # The theme's own hints are too pale to read.
+    hints = {"block_info_text_color": "*neutral_500", "block_info_text_color_dark": "*neutral_400"}
+    return {
+        "share": False,
+        "max_file_size": f"{MOST_MEGABYTES}mb",
+        "footer_links": [],
+        "run_history": False,
+        "ssr_mode": False,
+        "theme": theme.set(**hints),
+    }
+
+
+def answer(predictor: Predictor, inputs: Sequence[Any], task: str | None, *, first: bool = False) -> Call:
+    """Both models on the same inputs, timed.
+
+    Args:
+        predictor: Answers for both.
+        inputs: Texts or images.
+        task: The task of all of them, or None where it is to be identified.
+        first: Whether the model has not been called before.
+    """
+    experts = predictor.model.expert_cache
+    missed, start = experts.misses, perf_counter()
+    answers = predictor.predict(inputs, task)
+    seconds, prepared, start = perf_counter() - start, first or experts.misses > missed, perf_counter()
+    merged = predictor.merged(inputs, [given.task for given in answers])
+    return Call(inputs, answers, merged, seconds, perf_counter() - start, prepared)
+
+
+def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None) -> None:
+    is_text = predictor.preprocessor.kind == TEXT
+    if is_text:
+        given = gr.Textbox(
+            label="Texts, one per line",
+            info=f"Up to {MOST_INPUTS} texts. A pair of texts goes on one line, with a tab between the two.",
+            lines=5,
+            max_lines=12,
+            max_length=MOST_INPUTS * (MOST_CHARACTERS + 1),
+            elem_id="inputs",
+        )
+    else:
+        given = gr.Gallery(
+            label=f"Images, up to {MOST_INPUTS} of {MOST_MEGABYTES} MB",
+            type="filepath",
+            file_types=["image"],
+            sources=["upload", "clipboard"],
+            buttons=[],
+            columns=8,
+            height=220,
+            object_fit="contain",
+            interactive=True,
+            elem_id="inputs",
+        )
+    with gr.Row():
+        choices = _choices(predictor.model)
+        info = None if choices[0][1] == AUTOMATIC else "This model has no signatures to route by: choose a task."
+        choice = gr.Dropdown(
+            choices, value=choices[0][1], label="Task", info=info, elem_id="task", scale=4, min_width=260
+        )
+        button = gr.Button("Run", variant="primary", elem_id="run", scale=1, min_width=120)
+    if examples:
+        gr.Examples(
+            [[example if is_text else _as_list(example)] for example in examples], [given], cache_examples=False
+        )
+    result = _html(elem_id="result", min_height=60)
+    read = read_texts if is_text else _read_gallery
+    run = _handler(predictor, read)
+    triggers = [button.click, given.submit] if is_text else [button.click]
+    # One call at a time: the next one would only make both slower, and their latencies meaningless.
+    gr.on(triggers, run, [given, choice], result, api_visibility="private", concurrency_limit=1)
+
+
+def _handler(predictor: Predictor, read: Callable[[Any], list[Any]]) -> Callable[[Any, int], str]:
+    tasks, first = predictor.model.tasks, True
+
+    def run(given: Any, choice: int) -> str:
+        nonlocal first
+        try:
+            call = answer(predictor, read(given), None if choice == AUTOMATIC else tasks[choice], first=first)
+        except RetexError as error:
+            # The message may quote a task's name, and toasts are HTML.
+            raise gr.Error(str(escape(error)), print_exception=False) from None
+        except Exception as error:  # visitors learn that it failed, and the log of the page learns why
+            raise gr.Error("The model failed on these inputs; the log of the page says why.") from error
+        first = False
+        return str(call_html(call))
+
+    return run
+
+
+def _html(value: str = "", **options: Any) -> gr.HTML:
+    """HTML with no look but ours."""
+    return gr.HTML(value, apply_default_css=False, padding=False, **options)
+
+
+def _choices(model: RetexModel) -> list[tuple[str, int]]:
+    """Routing, where the model can, and every task."""
+    can_route = model.signatures is not None or model.retex_config.signatures == "weights"
+    tasks = [(task, index) for index, task in enumerate(model.tasks)]
+    return [("Route automatically", AUTOMATIC), *tasks] if can_route else tasks
+
+
+def _read_gallery(gallery: Sequence[tuple[str, str | None]] | None) -> list[Any]:
+    return read_images([path for path, _ in gallery or []])
+
+
+def _as_list(files: Any) -> list[str]:
+    """One image file, or several."""
+    return [str(files)] if isinstance(files, (str, Path)) else [str(file) for file in files]
+
+
+def _heading(title: str, tasks: Sequence[str]) -> Markup:
+    said = f"One merged model, {len(tasks)} tasks. Each input is answered by the expert it belongs to."
+    return Markup('<div class="rx"><h1>{}</h1><p class="rx-lead">{}</p></div>').format(title, said)

@@ -1,0 +1,108 @@
+"""Tokenizer and processor files: which they are, where they come from, and whether experts agree on them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import Source
+from .errors import shorten
+
+logger = logging.getLogger(__name__)
+
+# All names under which the tokenizers and processors of transformers and OpenCLIP keep something.
+SIDE_FILES = (
+    "tokenizer*", "*vocab*", "merges.txt", "bpe.codes", "*.model", "*.spm", "*.tokenizer", "*.tiktoken", "tekken.json",
+    "dict.txt", "byte_maps.json", "emoji.json", "word_shape.json", "word_pronunciation.json", "normalizer.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json",
+    "audio_tokenizer_config.json",
+)  # fmt: skip
+# Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
+SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
+# What says which token is which number; where both have the first, the others repeat it.
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+
+
+def side_files(folder: Path) -> Iterator[Path]:
+    """The tokenizer and processor files in a folder."""
+    yield from _matching(folder, SIDE_FILES)
+    for pattern, names in SIDE_FOLDERS.items():
+        for inner in sorted(folder.glob(pattern)):
+            if inner.is_dir():
+                yield from _matching(inner, names)
+
+
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Copy what `folder` does not have yet."""
+    for file in side_files(source):
+        target = folder / file.relative_to(source)
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def find_side_folder(sources: Iterable[Source]) -> Path | None:
+    """The first folder that has such files, of those that checkpoints lie in or that models were loaded from."""
+    folders = [folder for source in sources if (folder := _folder_of(source)) is not None]
+    return next((folder for folder in folders if any(side_files(folder))), next(iter(folders), None))
+
+
+def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source]) -> None:
+    """Say which experts were trained with a tokenizer that is not the base's, the one that is saved with the merge."""
+    own = _folder_of(base)
+    for task, source in experts.items() if own is not None else ():
+        folder = _folder_of(source)
+        difference = None if folder is None else tokenizer_difference(own, folder)
+        if difference is not None:
+            logger.warning(
+                "The tokenizer of expert %r is not that of the base: %s. The base's is kept, for all tasks.",
+                task,
+                difference,
+            )
+
+
+def tokenizer_difference(folder: Path, other: Path) -> str | None:
+    """How the vocabulary in another folder differs, in a few words; None where it does not, or one has none."""
+    for pattern in VOCABULARIES:
+        pairs = [(file, other / file.name) for file in sorted(folder.glob(pattern)) if (other / file.name).is_file()]
+        for ours, theirs in pairs:
+            if ours.stat().st_size == theirs.stat().st_size and ours.read_bytes() == theirs.read_bytes():
+                return None
+            if ours.name != "tokenizer.json":
+                return f"{ours.name} differs"
+            return _difference(_token_ids(ours), _token_ids(theirs))
+    return None
+
+
+def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
+    new = sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__)
+    gone = sorted(ours.keys() - theirs.keys(), key=ours.__getitem__)
+    moved = [token for token, number in theirs.items() if ours.get(token, number) != number]
+    kinds = {"it has {} token(s) more ({})": new, "it lacks {} ({})": gone, "{} have another number ({})": moved}
+    said = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
+    return ", ".join(said) or None
+
+
+def _token_ids(path: Path) -> dict[str, int]:
+    """Token and number of all tokens of a `tokenizer.json`."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary: Any = values.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of their numbers
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    return {**vocabulary, **{entry["content"]: entry["id"] for entry in values.get("added_tokens", [])}}
+
+
+def _folder_of(source: Source) -> Path | None:
+    """Where a checkpoint lies, or the folder that a model in memory was loaded from."""
+    if source.folder is not None:
+        return source.folder
+    name = getattr(source.model, "name_or_path", "")
+    return Path(name) if name and Path(name).is_dir() else None
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
