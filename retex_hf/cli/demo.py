@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from ..errors import ConfigError
 from .options import POSITIONAL, Options
 
 
@@ -35,10 +34,6 @@ class DemoOptions(Options):
     revision: str | None = None
 
     def run(self) -> None:
-        try:
-            from ..demo import launch
-        except ModuleNotFoundError as error:
-            if error.name != "gradio":
-                raise
-            raise ConfigError("The page needs gradio: pip install 'retex-hf[demo]'.") from None
+        from ..demo import launch  # says what to install, where the extra is missing
+
         launch(self.artifact, server_name=self.host, server_port=self.port, inbrowser=self.open, revision=self.revision)
