@@ -18,6 +18,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .card import write_card
 from .checkpoints.sources import Source, open_files, weight_files
 from .config import CONFIG_NAME, RetexConfig, read_config_file
 from .errors import ArtifactError, CheckpointError, ConfigError, first_line, shorten
@@ -29,6 +30,7 @@ from .recovery import Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from .recovery.shapes import KINDS, MATRIX, ORDERS
 from .recovery.storage import stored_parts
 from .routing import Signatures, WeightSignatures
+from .side_files import copy_side_files
 
 FORMAT_VERSION = 1
 RECOVERY, SIGNATURES, HEADS, PRETRAINED = (
@@ -44,14 +46,15 @@ OWN_FILES = (
     "retex_*", "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
     "open_clip_config.json", "open_clip_model.safetensors",
 )  # fmt: skip
-SIDE_FILES = (
-    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
-    "sentencepiece*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
 
 
-def write(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
-    """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept."""
+def write(
+    parts: RetexParts, folder: Path, max_shard_size: str | int, *, name: str | None = None, figures: bool = False
+) -> None:
+    """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept.
+
+    `name` and `figures` are those of `write_card`.
+    """
     folder = check_target(folder)
     scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     scratch.mkdir()
@@ -59,6 +62,7 @@ def write(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
         library_of(parts.model).save(parts.model, scratch, max_shard_size)
         _write_weights(parts, scratch, max_shard_size)
         _write_description(parts, scratch)
+        write_card(parts, scratch, previous=folder, name=name, figures=figures)
         move_into_place(scratch, folder, OWN_FILES)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -74,6 +78,7 @@ def finish(parts: RetexParts, scratch: Path, weights: Iterable[Path], folder: Pa
             left.unlink()
     library_of(parts.model).save_config(parts.model, scratch)
     _write_description(parts, scratch)
+    write_card(parts, scratch, previous=folder)
     move_into_place(scratch, folder, OWN_FILES)
 
 
@@ -115,7 +120,8 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
 
 def _write_description(parts: RetexParts, folder: Path) -> None:
     """All files that are small: what the folder is, how tasks are recovered and identified, tokenizers."""
-    _copy_side_files(parts.side_folder, folder)
+    if parts.side_folder is not None:
+        copy_side_files(parts.side_folder, folder)
     section: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "library": library_of(parts.model).NAME,
@@ -163,13 +169,6 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(plain, path, metadata={"format": "pt"})
 
 
-def _copy_side_files(source: Path | None, folder: Path) -> None:
-    for pattern in SIDE_FILES if source is not None else ():
-        for file in source.glob(pattern):
-            if file.is_file() and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
-
-
 def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> dict[str, Any]:
     """How one parameter is recovered: its layout, where its generator is, and how large the error is."""
     layout = recovery[name].layout
@@ -184,8 +183,8 @@ def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> 
     }
 
 
-def read(folder: Path, **load_options: Any) -> RetexParts:
-    """Read and check a folder. Nothing is trusted before it has been compared with the configuration."""
+def read_description(folder: Path) -> tuple[RetexConfig, dict[str, Any]]:
+    """The configuration of a folder, and what it says of the folder itself."""
     try:
         values = read_config_file(folder / CONFIG_NAME)
     except ConfigError as error:
@@ -206,8 +205,13 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
         raise ArtifactError(f"{path}: {error}") from None
     if not config.tasks:
         raise ArtifactError(f"{path} names no tasks.")
+    return config, section
 
-    recovery, errors = _read_recovery(folder, section, config)
+
+def read(folder: Path, **load_options: Any) -> RetexParts:
+    """Read and check a folder. Nothing is trusted before it has been compared with the configuration."""
+    config, section = read_description(folder)
+    recovery, errors = read_recovery(folder, section, config)
     heads = _read_heads(folder, section, config)
     signatures = _read_signatures(folder, section, config)
     pretrained = {}
@@ -216,15 +220,16 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
         pretrained = {name: source.read(name) for name in source.infos}
     model = _load_model(folder, section["library"], load_options)
     _check_fits(folder, model, recovery, heads, pretrained)
-    history = _read_beside(folder / TRAINING_NAME, list) or []
-    recipe = _read_beside(folder / RECIPE_NAME, dict)
-    evaluation = _read_beside(folder / EVALUATION_NAME, dict)
+    heads, pretrained = {task: _like_own(model, head) for task, head in heads.items()}, _like_own(model, pretrained)
+    history = read_beside(folder / TRAINING_NAME, list) or []
+    recipe = read_beside(folder / RECIPE_NAME, dict)
+    evaluation = read_beside(folder / EVALUATION_NAME, dict)
     return RetexParts(
         config, model, recovery, heads, errors, signatures, pretrained, folder, history, recipe, evaluation
     )
 
 
-def _read_beside(path: Path, kind: type) -> Any:
+def read_beside(path: Path, kind: type) -> Any:
     """What an optional YAML or JSON file holds; None where there is no such file."""
     if not path.is_file():
         return None
@@ -245,6 +250,12 @@ def _load_model(folder: Path, library: str, load_options: dict[str, Any]) -> nn.
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)
+
+
+def _like_own(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in the dtype of the model's own, which may have been loaded in another than it was saved in."""
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    return {name: tensor.to(own.get(name, tensor.dtype)) for name, tensor in tensors.items()}
 
 
 def _open(folder: Path, stem: str) -> Source:
@@ -279,9 +290,10 @@ def _check_tensors(
             )
 
 
-def _read_recovery(
+def read_recovery(
     folder: Path, section: dict[str, Any], config: RetexConfig
 ) -> tuple[RecoveryModule, dict[str, float]]:
+    """The recovery module over a folder's mapped files, and the relative error of every parameter."""
     entries = {name: _Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
     for name, entry in entries.items():
         if entry.generator not in entries or entries[entry.generator].layout != entry.layout:

@@ -45,9 +45,14 @@ def move_into_place(new: Path, folder: Path, own_files: Sequence[str]) -> None:
 
 def _keep_foreign_files(old: Path, new: Path, own_files: Sequence[str]) -> None:
     for entry in old.iterdir():
-        if any(entry.match(pattern) for pattern in own_files) or (new / entry.name).exists():
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if any(entry.match(pattern) for pattern in own_files):
             continue
-        if entry.is_dir() and not entry.is_symlink():
+        if is_folder and (new / entry.name).is_dir():
+            _keep_foreign_files(entry, new / entry.name, ())
+        elif (new / entry.name).exists():
+            continue
+        elif is_folder:
             shutil.copytree(entry, new / entry.name, symlinks=True)
         else:
             shutil.copy2(entry, new / entry.name, follow_symlinks=False)

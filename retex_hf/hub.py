@@ -2,39 +2,98 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, create_repo, upload_folder
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import BadRequestError
 
-from .checkpoints import download
+from .artifact import OWN_FILES
+from .card import CARD_NAME, FIGURES
+from .checkpoints import fetch
 from .config import CONFIG_NAME
-from .errors import ArtifactError, CheckpointError
+from .errors import ArtifactError, ConfigError, HubError, first_line
+from .hub_errors import hub_errors
+
+MAIN = "main"
 
 
 def push(
-    save: Callable[[Path], None], repo_id: str, *, private: bool | None, token: str | None, **upload_options: Any
+    write: Callable[[Path, str], None],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str = "Upload ReTeX model",
 ) -> CommitInfo:
-    """Upload the folder that `save` writes as one commit; the repository is created if need be."""
-    repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    with TemporaryDirectory() as scratch:
+    """Upload the folder that `write(folder, repository id)` writes, as one commit.
+
+    Repository and branch are made if need be. `write` finds the repository's card and its figures in the folder, to
+    update them. Files of an artifact that was there before and are not part of this one are deleted in the same commit;
+    other files stay.
+    """
+    if create_pr and revision not in (None, MAIN):
+        raise ConfigError(f"create_pr=True proposes a change of the main branch; leave out revision={revision!r}.")
+    api = HfApi(token=token)
+    with hub_errors(f"push to {repo_id!r}", repo_id, token), TemporaryDirectory() as scratch:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and revision != MAIN and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(repo_id, revision=revision)
+        if private and before.private is False:
+            raise HubError(f"Cannot push to {repo_id!r} with private=True: it exists already, and is public.")
+        there = {sibling.rfilename for sibling in before.siblings or ()}
         folder = Path(scratch) / "artifact"
-        save(folder)
-        return upload_folder(repo_id=repo_id, folder_path=folder, token=token, **upload_options)
-
-
-def find_artifact(name_or_path: str | Path, **download_options: Any) -> Path:
-    """The local folder of an artifact: a path, or a Hub id, which is downloaded."""
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        if isinstance(name_or_path, Path) or str(folder).startswith(("/", ".", "~")):
-            raise ArtifactError(f"{folder} does not exist.")
+        folder.mkdir()
+        for path in sorted(there & {CARD_NAME, *FIGURES}):
+            cached = api.hf_hub_download(repo_id, path, revision=before.sha, cache_dir=Path(scratch) / "cache")
+            (folder / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(cached, folder / path)
+        write(folder, repo_id)
+        files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+        stale = sorted(path for path in there - set(files) if _is_own(path))
+        # Not `upload_folder`, which may spread a folder over several commits: an artifact changes whole.
+        operations = [
+            *(CommitOperationDelete(path) for path in stale),
+            *(CommitOperationAdd(path, file) for path, file in files.items()),
+        ]
         try:
-            folder = download(str(name_or_path), "from_pretrained", **download_options)
-        except CheckpointError as error:
-            raise ArtifactError(str(error)) from None
+            return api.create_commit(
+                repo_id,
+                operations,
+                commit_message=commit_message,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=before.sha,
+            )
+        except ValueError as error:
+            if isinstance(error, BadRequestError) or CARD_NAME not in str(error):
+                raise
+            # What the Hub finds wrong follows in the next lines.
+            raise HubError(f"Cannot push to {repo_id!r}: {' '.join(str(error).split())}") from None
+        except (RuntimeError, PermissionError) as error:  # how the transfer of large files fails
+            raise HubError(f"Cannot push to {repo_id!r}: the upload broke off: {first_line(error)}") from error
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file of a repository belongs to an artifact, so that a new one replaces it."""
+    return "/" not in path and any(PurePosixPath(path).match(own) for own in OWN_FILES)
+
+
+def find_artifact(name_or_path: str | Path, *, token: str | None = None, **download_options: Any) -> Path:
+    """The local folder of an artifact: a path, or a Hub id, which is downloaded."""
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        if isinstance(name_or_path, Path) or str(name_or_path).startswith(("/", ".", "~")):
+            raise ArtifactError(f"{folder} does not exist.")
+        repo_id = str(name_or_path)
+        with hub_errors(f"load {repo_id!r}, which is no local folder", repo_id, token):
+            folder = fetch(repo_id, token=token, **download_options)
     if not (folder / CONFIG_NAME).is_file():
-        raise ArtifactError(f"{folder} is not a ReTeX artifact: it has no {CONFIG_NAME}.")
+        raise ArtifactError(f"{name_or_path} is not a ReTeX artifact: it has no {CONFIG_NAME}.")
     return folder

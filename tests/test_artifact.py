@@ -65,7 +65,7 @@ def edit_config(folder: Path, change) -> None:
 def test_files_are_those_of_the_design(folder):
     assert names(folder) == {
         "config.json", "model.safetensors", "retex_config.json", "retex_recovery.safetensors",
-        "retex_signatures.safetensors", "retex_heads.safetensors",
+        "retex_signatures.safetensors", "retex_heads.safetensors", "README.md",
     }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_saving_keeps_what_is_not_ours(model, folder):
     (folder / "figures").mkdir()
     (folder / "figures" / "plot.png").write_bytes(b"png")
     model.save_pretrained(folder)
-    assert (folder / "README.md").read_text() == "written by hand"
+    assert "written by hand" in (folder / "README.md").read_text()
     assert (folder / "figures" / "plot.png").read_bytes() == b"png"
 
 

@@ -15,7 +15,7 @@ from helpers import TASKS, assert_same, make_experts
 from transformers import BertConfig, BertModel, GenerationConfig
 
 import retex_hf
-from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel, TaskError, TrainingConfig
+from retex_hf import ConfigError, HubError, RetexConfig, RetexModel, TaskError, TrainingConfig
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_hub_id_loads_from_the_cache(model, tmp_path):
     for options in ({}, {"revision": "a" * 40}, {"local_files_only": True}):
         loaded = RetexModel.from_pretrained("org/retex-bert", cache_dir=tmp_path / "cache", **options)
         assert_same(loaded(**inputs), model(**inputs), exact=True)
-    with pytest.raises(ArtifactError, match="org/missing"):
+    with pytest.raises(HubError, match="org/missing"):
         RetexModel.from_pretrained("org/missing", cache_dir=tmp_path / "cache")
 
 

@@ -82,6 +82,11 @@ def assert_same_artifact(ours: Path, expected: Path) -> None:
     ]
     for found in texts:
         found |= {name: json.loads(text) for name, text in found.items() if name.endswith(".json")}
+        # A card calls its folder by name, in its title and where it shows how to load it.
+        named = (ours.name, expected.name, "<!-- retex:usage ")
+        found["README.md"] = [
+            line for line in found["README.md"].splitlines() if not any(name in line for name in named)
+        ]
     assert texts[0] == texts[1]
 
 
@@ -216,15 +221,15 @@ def test_experts_that_agree_store_no_recovery(tmp_path):
 def test_a_previous_artifact_is_replaced_and_foreign_files_are_kept(bert, tmp_path):
     base, experts = bert
     target = tmp_path / "disk"
-    for rank in (2, 3):
-        RetexModel.from_experts(base, experts, RetexConfig(rank=rank), progress=False, output_dir=target)
-        (target / "notes").mkdir(exist_ok=True)
-        (target / "notes" / "mine.txt").write_text("keep me")
-        (target / "README.md").write_text("mine")
+    RetexModel.from_experts(base, experts, RetexConfig(rank=2), progress=False, output_dir=target)
+    (target / "notes").mkdir()
+    (target / "notes" / "mine.txt").write_text("keep me")
+    (target / "README.md").write_text("mine")
+    RetexModel.from_experts(base, experts, RetexConfig(rank=3), progress=False, output_dir=target)
     model = RetexModel.from_pretrained(target)
     assert model.retex_config.rank == 3
     assert (target / "notes" / "mine.txt").read_text() == "keep me"
-    assert (target / "README.md").read_text() == "mine"
+    assert "\nmine\n" in (target / "README.md").read_text()
 
 
 def nan_expert(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -51,9 +51,7 @@ def architecture(folder: Path) -> str:
 def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
     """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
     name = architecture(folder)
-    cls = getattr(transformers, name, None)
-    if cls is not AutoModel and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise CheckpointError(f"{folder / 'config.json'} asks for {name!r}, which is no model class of transformers.")
+    cls = _model_class(name, folder / "config.json")
     try:
         model, report = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
@@ -65,6 +63,31 @@ def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel
     missing = sorted(report["missing_keys"])
     if strict and missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} tensor(s) of {name}: {shorten(missing)}.")
+    return model.eval()
+
+
+def _model_class(name: str, asked_by: Path | str) -> type:
+    cls = getattr(transformers, name, None)
+    if cls is not AutoModel and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise CheckpointError(f"{asked_by} asks for {name!r}, which is no model class of transformers.")
+    return cls
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a folder."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever a foreign file makes transformers raise
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
+
+
+def from_config(
+    architecture: str, config: PreTrainedConfig, dtype: torch.dtype | None, on_meta: bool
+) -> PreTrainedModel:
+    """A model of a class, with weights yet to be filled in: an adapter's class may have a head that its base lacks."""
+    cls = _model_class(architecture, "the adapter")
+    with torch.device("meta" if on_meta else "cpu"):
+        model = cls._from_config(deepcopy(config), dtype=dtype or torch.float32)
     return model.eval()
 
 

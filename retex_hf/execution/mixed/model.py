@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ...recovery import RecoveryModule
@@ -108,7 +110,8 @@ class MixedModel:
                     own.segments.append(replace(part, start=start, stop=start + count))
             taken = splitter.take(kwargs, torch.tensor([segment.start for segment in rows]))
             if method == "generate":
-                return own, self._call(method, _two_steps(taken), own)["logits"]
+                settings = getattr(self._wrapped, "generation_config", None)
+                return own, self._call(method, _two_steps(taken, settings), own)["logits"]
             return own, self._call(method, taken, own)
 
         single, alone = call([first])
@@ -173,11 +176,11 @@ def _copy(
     return copy_with(model, tensors, replaced).eval()
 
 
-def _two_steps(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _two_steps(kwargs: Mapping[str, Any], settings: GenerationConfig | None) -> dict[str, Any]:
     """Arguments that make `generate` compute one token from the prompt and one from its cache. Callbacks of the user
     are left out, and so are options: they choose among what the model computes."""
     inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) or name == "encoder_outputs"}
-    return inputs | {
+    options = {
         "max_new_tokens": 2,
         "min_new_tokens": 2,
         "do_sample": False,
@@ -186,6 +189,12 @@ def _two_steps(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "return_dict_in_generate": True,
         "output_logits": True,
     }
+    if settings is None:
+        return inputs | options
+    # transformers warns of lengths that are set in two ways, and the model may have its own.
+    settings = copy(settings)
+    settings.update(**options, max_length=None, min_length=None)
+    return inputs | {"generation_config": settings}
 
 
 def _certificate(meetings: list[tuple[Origin, int, int]], per_task: set[str]) -> Certificate:
