@@ -22,11 +22,13 @@ from tqdm.auto import tqdm
 from . import artifact
 from .calibration import Calibration, CalibrationData, read_calibration
 from .checkpoints import (
+    AdapterSource,
     Checkpoint,
     ExpertSet,
     Inventory,
     Source,
     TensorInfo,
+    align_source,
     check_experts,
     check_related,
     is_open_clip,
@@ -47,6 +49,7 @@ from .readout import Classifier, Readout
 from .recipe import PACKAGES, describe_build
 from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
 from .recovery.processes import run_dealt
+from .side_files import find_side_folder, warn_of_other_tokenizers
 from .store import FolderStore, MemoryStore, Store, tensor_bytes
 
 MERGING, LEARNING = "Merging", "Learning the merge"
@@ -131,17 +134,17 @@ def prepare(
     cache_dir: str | None = None,
 ) -> Blueprint:
     """Open base and experts and check that they fit. `on_meta`: the merged model will be on disk, not in memory."""
-    tasks = _check_tasks(experts)
+    tasks = check_tasks(experts)
     options = {"token": token, "cache_dir": cache_dir}
     base_source = open_source(base, "the base", **options)
-    sources = {task: open_source(spec, f"expert {task!r}", **options) for task, spec in experts.items()}
+    sources = {task: open_source(spec, f"expert {task!r}", adapters=True, **options) for task, spec in experts.items()}
     model = _load_skeleton(base_source, sources, model_config, on_meta)
     library = library_of(model)
     inventory = take_inventory(model)
     expert_set = _open_experts(model, library, inventory, base_source, sources, config)
     if check_base:
         check_related(expert_set, inventory.shapes)
-    labels = _labels(model, library, sources, expert_set)
+    labels = read_labels(model, library, sources, expert_set)
     first = expert_set.experts[tasks[0]]
     resize_tensors(model, {name: first.shape(name) for name in expert_set.heads})
     if tasks[0] in labels:
@@ -349,7 +352,7 @@ def _construct(
         recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress, history)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
-    sources = (blueprint.base, *blueprint.sources.values())
+    warn_of_other_tokenizers(blueprint.base, blueprint.sources)
     return RetexParts(
         dataclasses.replace(config, merge=_published_merge(config.merge)),
         blueprint.model,
@@ -357,7 +360,7 @@ def _construct(
         {task: {name: kept[task, name] for name in experts.heads} for task in experts.tasks},
         errors,
         pretrained=pretrained,
-        side_folder=next((source.folder for source in sources if source.folder), None),
+        side_folder=find_side_folder((blueprint.base, *blueprint.sources.values())),
         history=history.records,
         recipe=blueprint.recipe(solver, training),
     )
@@ -424,7 +427,8 @@ def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:
     return None
 
 
-def _check_tasks(experts: Mapping[str, Any]) -> list[str]:
+def check_tasks(experts: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks; refuses what is no name."""
     if not isinstance(experts, Mapping) or not experts:
         raise ConfigError("experts must be a non-empty dict of task name to checkpoint.")
     for task in experts:
@@ -438,9 +442,10 @@ def _load_skeleton(
 ) -> nn.Module:
     """The model that will hold the merged weights: the experts' class, because that is the one with heads.
 
-    Experts that are bare tensors have no class; then it is the base's.
+    Experts that are bare tensors have no class; then it is the base's. Where all are adapters, it is the base's
+    configuration in the class that they are adapters of.
     """
-    kinds = {task: kind for task, source in sources.items() if (kind := _architecture(source)) is not None}
+    kinds = {task: kind for task, source in sources.items() if (kind := architecture_of(source, base)) is not None}
     for task, kind in kinds.items():
         first_task, first_kind = next(iter(kinds.items()))
         if kind != first_kind:
@@ -448,13 +453,20 @@ def _load_skeleton(
                 f"{sources[task].label} is a {kind}, but expert {first_task!r} is a {first_kind}: "
                 "experts must share one architecture."
             )
-    source = sources[next(iter(kinds))] if kinds else base
-    if source.model is not None:
+    full = [sources[task] for task in kinds if not isinstance(sources[task], AdapterSource)]
+    source, kind = (full[0], None) if full else (base, next(iter(kinds.values()), None))
+    if source.model is not None and kind not in (None, type(source.model).__name__):
+        model = hf_transformers.from_config(kind, source.model.config, source.model.dtype, on_meta)
+    elif source.model is not None:
         model = (copy_on_meta(source.model) if on_meta else deepcopy(source.model)).eval()
     elif source.folder is not None:
         library = openclip if is_open_clip(source.folder) else hf_transformers
         # Whether all weights are there is checked below, with all the others.
-        model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
+        if kind not in (None, architecture_of(source, base)):
+            config = hf_transformers.load_config(source.folder)
+            model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
+        else:
+            model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
     else:
         raise CheckpointError(
             "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."
@@ -465,7 +477,15 @@ def _load_skeleton(
     return model.requires_grad_(False)
 
 
-def _architecture(source: Source) -> str | None:
+def architecture_of(source: Source, base: Source) -> str | None:
+    """The class of a checkpoint's model, for an adapter on a base; None where nothing says it."""
+    if isinstance(source, AdapterSource):
+        if openclip.owns(base.model) or (base.folder is not None and is_open_clip(base.folder)):
+            return None  # the base's own class, which is the only one
+        config = getattr(base.model, "config", None)
+        if base.folder is not None:
+            config = hf_transformers.load_config(base.folder)
+        return source.architecture(getattr(config, "model_type", None))
     if source.model is not None:
         return type(source.model).__name__
     if source.folder is None:
@@ -481,11 +501,14 @@ def _open_experts(
     sources: dict[str, Source],
     config: RetexConfig,
 ) -> ExpertSet:
+    # What the base has beyond the experts (a pre-training head) is not used.
+    base_entries, _ = library.align(model, base)
+    base_checkpoint = Checkpoint.from_entries(base.label, base_entries, inventory)
+
     def align(source: Source) -> tuple[Checkpoint, list[str]]:
-        entries, unexpected = library.align(model, source)
+        entries, unexpected = align_source(library, model, source, base_entries)
         return Checkpoint.from_entries(source.label, entries, inventory), unexpected
 
-    base_checkpoint, _ = align(base)  # what the base has beyond the experts (a pre-training head) is not used
     aligned = {task: align(source) for task, source in sources.items()}
     if config.heads == "auto":
         head_names = library.head_names(model, list(inventory.shapes))
@@ -543,7 +566,7 @@ def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
     return Path(merge).name if isinstance(merge, str) and Path(merge).exists() else merge
 
 
-def _labels(
+def read_labels(
     model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
     """What each task's head means. Its width is read off the head, the names from the checkpoint where it has them."""

@@ -16,9 +16,9 @@ from .libraries import LIBRARIES
 from .plots import layer_type
 from .recovery import OffsetGenerator, RecoveryModule
 from .recovery.shapes import GENERATED_FIRST, MATRIX, VECTOR
+from .sizes import BODY, HEADS, PRETRAINED, RECOVERY, SIGNATURES, bytes_of
 from .store import tensor_bytes
 
-PARTS = ("recovery", "heads", "signatures", "pretrained")
 MOST_OF_THE_ENERGY = 0.9
 
 
@@ -53,7 +53,7 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
         "config": {name: value for name, value in config.to_dict().items() if name not in ("labels", "experts")},
         "signatures": signatures,
         "layers": layers,
-        "storage_bytes": _storage(folder, section["library"]),
+        "storage_bytes": _storage(folder, section),
         "recipe": artifact.read_beside(folder / artifact.RECIPE_NAME, dict),
         "evaluation": artifact.read_beside(folder / artifact.EVALUATION_NAME, dict),
     }
@@ -95,7 +95,7 @@ def _layer(recovery: RecoveryModule, name: str, error: float | None) -> dict[str
         "rank": layout.rank if layout.kind == MATRIX else None,
         "error": error,
         "generator": generator,
-        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in own),
+        "bytes": bytes_of(own),
     }
 
 
@@ -129,13 +129,21 @@ def _gram(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
     return coordinates.mT @ coordinates
 
 
-def _storage(folder: Path, library: str) -> dict[str, int]:
-    """Bytes of the tensors of each part."""
-    stems = {"merged": LIBRARIES[library].WEIGHTS_STEM, **{part: f"retex_{part}" for part in PARTS}}
+def _storage(folder: Path, section: dict[str, Any]) -> dict[str, int]:
+    """Bytes of the tensors of each part, as `sizes_of` counts them."""
+    stems = {
+        BODY: LIBRARIES[section["library"]].WEIGHTS_STEM,
+        RECOVERY: artifact.RECOVERY,
+        HEADS: artifact.HEADS,
+        SIGNATURES: artifact.SIGNATURES,
+        PRETRAINED: artifact.PRETRAINED,
+    }
+    own = {name for head in section["heads"].values() for name in head}
     sizes = {}
     for part, stem in stems.items():
-        if not list(folder.glob(f"{stem}*.safetensors")):
-            continue
-        source = open_files(weight_files(folder, (stem,), suffixes=(".safetensors",)), stem)
-        sizes[part] = sum(tensor_bytes(info) for info in source.infos.values())
+        if list(folder.glob(f"{stem}*.safetensors")):
+            infos = open_files(weight_files(folder, (stem,), suffixes=(".safetensors",)), stem).infos
+            # The merged model carries the head of the first task, which is among the heads.
+            counted = (info for name, info in infos.items() if part != BODY or name not in own)
+            sizes[part] = sum(tensor_bytes(info) for info in counted)
     return sizes

@@ -25,19 +25,17 @@ from retex_hf.analysis import energy_ratio
 from retex_hf.demo import inputs as demo_inputs
 from retex_hf.demo import launch, make_demo
 from retex_hf.demo.cards import Call, bar_lengths, call_html, card_html
-from retex_hf.demo.energy import recovered_energy
 from retex_hf.demo.inputs import MOST_CHARACTERS, MOST_INPUTS, read_images, read_texts
 from retex_hf.demo.overview import (
     NOT_MEASURED,
     NOT_READABLE,
     NOT_SIGNED,
     evaluation_html,
-    expert_bytes,
     figures_html,
     overview_html,
-    storage_bytes,
 )
 from retex_hf.demo.page import _choices, _handler, answer, launch_options
+from retex_hf.energy import recovered_energy
 from retex_hf.errors import InputError, RetexError
 from retex_hf.predictor import Answer, Predictor
 from retex_hf.preprocess import Preprocessor, load_preprocessor
@@ -330,21 +328,6 @@ def test_a_missing_gradio_is_said_in_one_sentence(monkeypatch):
 
 
 # ---- overview --------------------------------------------------------------------------------------------------------
-
-
-def test_storage_is_what_the_files_hold(classifier, tmp_path):
-    model = classifier.model
-    model.save_pretrained(tmp_path)
-    sizes = {file.name: _tensor_bytes(file) for file in tmp_path.glob("*.safetensors")}
-    parts = storage_bytes(model)
-    assert parts == {
-        "Merged model": sizes["model.safetensors"],
-        "Recovery of all tasks": sizes["retex_recovery.safetensors"],
-        "Heads": sizes["retex_heads.safetensors"],
-        "Signatures": sizes["retex_signatures.safetensors"],
-    }
-    wholes = [model.merge_and_unload(task).state_dict().values() for task in model.tasks]
-    assert expert_bytes(model) == sum(tensor.nbytes for tensors in wholes for tensor in tensors)
 
 
 def test_the_overview_shows_tasks_classes_and_distances_escaped(classifier):

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import Tensor
 
-from ..checkpoints import take_inventory
 from ..config import RetexConfig
 from ..parts import RetexParts
 from ..recovery.shapes import MATRIX
 from ..routing import WeightSignatures
+from ..sizes import bytes_of_experts, sizes_of
 from .usage import IMAGE, snippet, use_of
 
 SHOWN_LABELS = 4
@@ -147,26 +146,12 @@ def _signatures(parts: RetexParts) -> str:
 
 
 def _storage_table(parts: RetexParts) -> str:
-    tensors = parts.model.state_dict()
-    heads = {name for head in parts.heads.values() for name in head}
-    body = [tensors[name] for name in take_inventory(parts.model).shapes if name in tensors and name not in heads]
-    signatures = [value for value in vars(parts.signatures or object).values() if isinstance(value, Tensor)]
-    sizes = {
-        "merged model": _bytes(body),
-        "recovery": _bytes(parts.recovery.parameters()),
-        "heads": _bytes(tensor for head in parts.heads.values() for tensor in head.values()),
-        "signatures": _bytes(signatures) + _bytes(parts.pretrained.values()),
-    }
-    total = sum(sizes.values())
-    experts = len(parts.config.tasks) * sizes["merged model"] + sizes["heads"]
-    rows = [[part, f"{size / 1e6:.2f}", _percent(size / experts)] for part, size in sizes.items() if size]
+    sizes = sizes_of(parts)
+    total, experts = sum(sizes.values()), bytes_of_experts(sizes, len(parts.config.tasks))
+    rows = [[part, f"{size / 1e6:.2f}", _percent(size / experts)] for part, size in sizes.items()]
     rows.append(["**everything**", f"**{total / 1e6:.2f}**", f"**{_percent(total / experts)}**"])
     rows.append(["the experts, for comparison", f"{experts / 1e6:.2f}", "100.0"])
     return _table(["", "MB", "% of the experts"], rows)
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _provenance_table(config: RetexConfig) -> str:

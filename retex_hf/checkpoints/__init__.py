@@ -1,19 +1,23 @@
 """Experts in: one tensor at a time, from any source."""
 
+from .adapters import AdapterSource, align_source
 from .experts import Checkpoint, ExpertSet, check_experts, check_related, read_finite
 from .inventory import Inventory, take_inventory
-from .locate import download, is_open_clip, locate, open_source
+from .locate import download, fetch, is_open_clip, locate, open_source
 from .sources import Source, TensorInfo
 
 __all__ = [
+    "AdapterSource",
     "Checkpoint",
     "ExpertSet",
     "Inventory",
     "Source",
     "TensorInfo",
+    "align_source",
     "check_experts",
     "check_related",
     "download",
+    "fetch",
     "is_open_clip",
     "locate",
     "open_source",

@@ -5,36 +5,44 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from accelerate.utils import extract_model_from_parallel
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HFValidationError
+from peft import PeftModel
 from torch import nn
 
 from ..errors import CheckpointError, first_line
+from ..hub_errors import HUB_ERRORS, explain
+from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
 from .sources import Source, open_files, open_state_dict, weight_files
 
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
 TRANSFORMERS_STEMS = ("model", "pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-# Everything a tokenizer or processor may need, and no code.
-SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+# Everything a tokenizer or processor may need, and no code; the card, which says under which licence; and our recipe.
+SIDE_FILES = (
+    "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "README.md",
+    "retex_*.yaml",
+)  # fmt: skip
 # The weights that are read, and not the same ones again in other formats (`consolidated.safetensors`, `onnx/`).
-WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*")
+WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*", f"{ADAPTER_STEM}*")
 
 
-def open_source(spec: Any, label: str, *, token: str | None = None, cache_dir: str | None = None) -> Source:
+def open_source(
+    spec: Any, label: str, *, token: str | None = None, cache_dir: str | None = None, adapters: bool = False
+) -> Source:
     """Open a base or expert checkpoint.
 
     `spec` is a transformers or OpenCLIP folder, a Hub id (`org/name` or `org/name@revision`), OpenCLIP's
     `local-dir:PATH` or `hf-hub:org/name`, a weight file, a module, or a state dict. `label` names it in messages.
+    With `adapters` it may also be a PEFT LoRA adapter: a folder, a Hub id or a `PeftModel`; see `align_source`.
     """
+    if isinstance(spec, PeftModel):
+        return open_peft_model(spec, label) if adapters else _refuse_adapter(label, "a PeftModel")
     if isinstance(spec, nn.Module):
+        spec = extract_model_from_parallel(spec, keep_torch_compile=False)  # of DDP and of torch.compile
         tensors = spec.state_dict()
         origin = getattr(getattr(spec, "config", None), "_name_or_path", "") or type(spec).__name__
         provenance = {"source": "memory", "id": Path(origin).name if Path(origin).is_absolute() else origin}
@@ -49,6 +57,13 @@ def open_source(spec: Any, label: str, *, token: str | None = None, cache_dir: s
     label = f"{label} ({path})"
     if path.is_file():
         return open_files([path], label, provenance=provenance)
+    if is_adapter(path):
+        if not adapters:
+            _refuse_adapter(label, "a PEFT adapter")
+        tensors = open_files(weight_files(path, (ADAPTER_STEM,)), label)
+        folder = path if (path / TRANSFORMERS_CONFIG).is_file() else None  # which would name the labels
+        settings = read_json_object(path / ADAPTER_CONFIG)
+        return open_adapter(tensors, settings, folder=folder, provenance=provenance | {"adapter": "lora"})
     stems = OPEN_CLIP_STEMS if is_open_clip(path) else TRANSFORMERS_STEMS
     return open_files(weight_files(path, stems), label, folder=path, provenance=provenance)
 
@@ -72,26 +87,30 @@ def locate(
     return folder, {"source": "hub", "id": repo_id, "revision": folder.name}
 
 
-def download(repo_id: str, label: str, **kwargs: Any) -> Path:
-    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
+def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: Any) -> Path:
+    """What `fetch` gives; `label` says in messages what the repository is for."""
     try:
-        for suffix in (".safetensors", ".bin"):
-            patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
-            folder = Path(snapshot_download(repo_id, allow_patterns=patterns, **kwargs))
-            if any(folder.glob(f"*{suffix}")):
-                break
+        return fetch(repo_id, token=token, **kwargs)
     except HFValidationError:
         raise CheckpointError(f"{label}: {repo_id!r} is neither an existing path nor a Hub id.") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise CheckpointError(
-            f"{label}: {repo_id!r} is not a local path, and the Hub says: {first_line(error)}"
-        ) from None
+    except HUB_ERRORS as error:
+        reason = explain(error, repo_id, token)
+        raise CheckpointError(f"{label}: {repo_id!r} is not a local path, and the Hub says: {reason}") from None
+
+
+def fetch(repo_id: str, **kwargs: Any) -> Path:
+    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
+    for suffix in (".safetensors", ".bin"):
+        patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
+        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, **kwargs))
+        if any(folder.glob(f"*{suffix}")):
+            break
     return folder
 
 
 def check_checkpoint_folder(folder: Path, label: str) -> None:
-    if (folder / "adapter_config.json").is_file() and not (folder / TRANSFORMERS_CONFIG).is_file():
-        raise CheckpointError(f"{label}: {folder} is a PEFT adapter; merge it into its base model first.")
+    if is_adapter(folder):
+        return
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
         raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
 
@@ -105,6 +124,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
     return values
+
+
+def _refuse_adapter(label: str, kind: str) -> NoReturn:
+    raise CheckpointError(f"{label} is {kind}; merge it into its base model first.")
 
 
 def is_open_clip(folder: Path) -> bool:

@@ -24,31 +24,32 @@ class ExportOptions(Options):
         task: Which task.
         output_dir: The folder to write.
         format: What to write.
-        linear_only: With --format lora: only what servers such as vLLM take, one rank on linear layers; what is left
-            out is named.
+        scope: With --format lora: all that PEFT can carry, only what it can run in a batch of several adapters (batch),
+            or only linear layers at one rank, as servers such as vLLM take them (linear). What is left out is named.
+            Default: all.
         revision: Of a Hub id: a branch, tag or commit.
     """
 
     EXAMPLES = """
         retex export my-retex snips snips-expert
         retex export my-retex snips snips-lora --format lora
-        retex export my-retex snips snips-lora --format lora --linear-only
+        retex export my-retex snips snips-lora --format lora --scope linear
     """
 
     artifact: Annotated[str, POSITIONAL]
     task: Annotated[str, POSITIONAL]
     output_dir: Annotated[Path, POSITIONAL]
     format: Literal["full", "lora"] = "full"
-    linear_only: bool = False
+    scope: Literal["all", "batch", "linear"] | None = None
     revision: str | None = None
 
     def run(self) -> None:
-        if self.linear_only and self.format != "lora":
-            raise ConfigError("--linear-only is for --format lora.")
+        if self.scope is not None and self.format != "lora":
+            raise ConfigError("--scope is for --format lora.")
         model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
         if self.format == "full":
             export_checkpoint(model, self.task, self.output_dir)
             print(f"{self.output_dir}: the expert {self.task!r} as a {type(model.model).__name__}.")
         else:
-            print(model.export_lora(self.task, self.output_dir, linear_only=self.linear_only))
+            print(model.export_lora(self.task, self.output_dir, scope=self.scope or "all"))
             print(f"{self.output_dir}: the expert {self.task!r} as a LoRA adapter of {self.artifact}.")

@@ -11,6 +11,7 @@ import yaml
 from ..evaluation.tables import Table, percent
 from ..hub import find_artifact
 from ..inspection import group_layers, inspect_artifact
+from ..sizes import bytes_of_experts
 from .options import POSITIONAL, Options
 
 
@@ -79,10 +80,8 @@ def _origin(provenance: dict[str, Any] | None) -> str:
 
 
 def _storage(found: dict[str, Any]) -> str:
-    sizes = found["storage_bytes"]
-    tasks, heads = len(found["tasks"]), sizes.get("heads", 0)
-    # Each expert has a body like the merged model's, and its own head, one of which the merged model carries too.
-    experts = tasks * sizes["merged"] + heads
+    sizes, tasks = found["storage_bytes"], len(found["tasks"])
+    experts = bytes_of_experts(sizes, tasks)
     rows = [[part, f"{size / 1e6:.2f}", percent(size / experts)] for part, size in sizes.items()]
     total = sum(sizes.values())
     rows.append(["together", f"{total / 1e6:.2f}", percent(total / experts)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..energy import recovered_energy
 from ..errors import RetexError
 from ..evaluation.figures import plot_report
 from ..evaluation.run import MODES
@@ -18,8 +19,8 @@ from ..evaluation.tables import percent
 from ..model import RetexModel
 from ..plots import plot_energy_ratios, plot_errors, plot_losses
 from ..routing import Signatures
+from ..sizes import bytes_of_experts, sizes_of
 from .cards import png_uri
-from .energy import recovered_energy
 
 SHOWN_LABELS = 4
 # Figures wider than this have a row of their own.
@@ -73,35 +74,12 @@ def tasks_html(model: RetexModel) -> Markup:
 
 def storage_html(model: RetexModel) -> Markup:
     """What the artifact stores, beside what all experts would take on their own."""
-    parts = storage_bytes(model)
-    total = sum(parts.values())
-    experts = expert_bytes(model)
-    rows = [[name, _megabytes(size), percent(size / experts)] for name, size in parts.items()]
+    sizes = sizes_of(model.parts())
+    total, experts = sum(sizes.values()), bytes_of_experts(sizes, len(model.tasks))
+    rows = [[name.capitalize(), _megabytes(size), percent(size / experts)] for name, size in sizes.items()]
     rows.append(["Together", _megabytes(total), percent(total / experts)])
     rows.append([f"The {len(model.tasks)} experts on their own", _megabytes(experts), percent(1.0)])
     return _table(["Part", "MB", "% of the experts"], rows, "rx-storage", numbers=True)
-
-
-def storage_bytes(model: RetexModel) -> dict[str, int]:
-    """Bytes of each part of an artifact; parts of nothing are left out."""
-    heads = model.heads.as_dict(model.tasks)
-    signatures = [] if model.signatures is None else vars(model.signatures).values()
-    parts = {
-        "Merged model": _bytes(_own_tensors(model).values()),
-        "Recovery of all tasks": _bytes(model.recovery.parameters()),
-        "Heads": _bytes(tensor for head in heads.values() for tensor in head.values()),
-        "Signatures": _bytes(value for value in signatures if isinstance(value, Tensor)),
-        "Base, for features": _bytes(model.pretrained.as_dict(["base"])["base"].values()),
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
-def expert_bytes(model: RetexModel) -> int:
-    """Bytes of all experts: the body as often as there are tasks, and every head."""
-    heads = model.heads.as_dict(model.tasks)
-    own = {name for head in heads.values() for name in head}
-    body = _bytes(tensor for name, tensor in _own_tensors(model).items() if name not in own)
-    return len(model.tasks) * body + _bytes(tensor for head in heads.values() for tensor in head.values())
 
 
 def evaluation_html(summary: Mapping[str, Any] | None) -> Markup:
@@ -168,17 +146,6 @@ def _figures_table(found: Mapping[str, Mapping[str, Any]], kind: str, tasks: Seq
         for name, of in found.items()
     ]
     return _table(["Method", *tasks, "Mean"], rows, f"rx-{kind}", numbers=True)
-
-
-def _own_tensors(model: RetexModel) -> dict[str, Tensor]:
-    """The merged model's tensors, tied ones once."""
-    tensors = model.model.state_dict(keep_vars=True)
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    return {name: tensors[name] for name in names.values()}
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _megabytes(size: int) -> str:

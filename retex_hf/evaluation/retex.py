@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..baselines.merges import CALIBRATION_ROWS, describe_merge, learned_merge
-from ..checkpoints import take_inventory
 from ..config import RetexConfig
 from ..model import RetexModel
+from ..sizes import BODY, HEADS, sizes_of
 from .method import Material, Method, Prediction
 
 
@@ -70,17 +70,12 @@ class Retex(Method):
     def storage_bytes(self) -> int:
         """The artifact without its heads: merged body, factors as they are stored, signatures, and the base's tensors
         where features come from those."""
-        model = self.model
-        signatures = [] if model.signatures is None else [v for v in vars(model.signatures).values() if _is_tensor(v)]
-        pretrained = model.pretrained.as_dict(["base"])["base"].values()
-        return self.body_bytes() + _bytes_of((*model.recovery.parameters(), *signatures, *pretrained))
+        sizes = sizes_of(self.model.parts())
+        return sum(sizes.values()) - sizes.get(HEADS, 0)
 
     def body_bytes(self) -> int:
         """The merged model without a head."""
-        model = self.model
-        heads = {name for head in model.heads.as_dict(model.tasks).values() for name in head}
-        tensors = model.model.state_dict()
-        return _bytes_of(tensors[name] for name in take_inventory(model.model).shapes if name not in heads)
+        return sizes_of(self.model.parts())[BODY]
 
     def state(self) -> dict[str, Any]:
         errors = self.model.recovery_errors
@@ -90,11 +85,3 @@ class Retex(Method):
             "feature_layer": getattr(self.model.signatures, "feature_layer", None),
             "mean_recovery_error": sum(errors.values()) / len(errors) if errors else 0.0,
         }
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

@@ -297,14 +297,6 @@ def test_folder_without_config(base, experts, tmp_path):
     refuse("^expert 'blue': .*blue has neither config.json nor open_clip_config.json", base, experts | {"blue": path})
 
 
-def test_adapter_folder(base, experts, tmp_path):
-    path = tmp_path / "blue"
-    path.mkdir()
-    (path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 16)}, path / "adapter_model.safetensors")
-    refuse("^expert 'blue': .*blue is a PEFT adapter; merge it into its base", base, experts | {"blue": path})
-
-
 def test_folder_without_weights(base, experts, tmp_path):
     path = writers.folder(experts["blue"], tmp_path / "blue")
     (path / "model.safetensors").unlink()

@@ -84,7 +84,7 @@ WRONG = {
     "export of no task": (["export", "artifact", "mid", "out"], "'mid'"),
     "export over files": (["export", "artifact", "low", "base"], "not empty"),
     "export in no format": (["export", "artifact", "low", "out", "--format", "onnx"], "onnx"),
-    "linear checkpoint": (["export", "artifact", "low", "out", "--linear-only"], "--format lora"),
+    "scope of a checkpoint": (["export", "artifact", "low", "out", "--scope", "linear"], "--format lora"),
     "task twice": (["add-task", "artifact", "low", "experts/low", "--data", "data/low"], "'low'"),
     "new expert missing": (["add-task", "artifact", "mid", "./none", "--data", "data/low"], "none"),
     "new task unsigned": (["add-task", "artifact", "mid", "experts/low"], "references"),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..analysis import average_ratios
-from ..recovery import OffsetGenerator, RecoveryModule
-from ..recovery.shapes import GENERATED_FIRST, MATRIX
+from .analysis import average_ratios
+from .recovery import OffsetGenerator, RecoveryModule
+from .recovery.shapes import GENERATED_FIRST, MATRIX
 
 # Evenly spaced over the model: more layers change the mean little, and take longer.
 MOST_LAYERS = 16
@@ -22,7 +22,7 @@ def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str
     The experts are not needed, and so what recovery misses of them is not in it.
 
     >>> import torch
-    >>> from retex_hf.demo.energy import recovered_energy
+    >>> from retex_hf.energy import recovered_energy
     >>> from retex_hf.recovery import RecoveryModule, plan_layout, solve
     >>> differences = [torch.diag(torch.tensor([2.0, 1.0, 0.0])), torch.zeros(3, 3)]
     >>> solution = solve(differences, plan_layout((3, 3), rank="full", num_tasks=2))

@@ -1,0 +1,339 @@
+"""Experts given as PEFT LoRA adapters: the tensors of the base, with what the adapter changes added as they are read.
+
+Nothing is merged beforehand, and no model is held: a tensor of such an expert is the base's tensor plus
+`scaling * B @ A`, worked out in float32 when it is asked for. The result is what peft's `merge_and_unload` gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import CheckpointError, shorten
+from .experts import Entries
+from .sources import MemorySource, Source, TensorInfo, open_state_dict
+
+ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
+PREFIX = "base_model.model."
+# Which Auto class a task type of peft stands for: {model type: class name}.
+TASK_CLASSES = {
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
+}
+# Options with which a merged weight is something else than base + scaling * B @ A.
+VARIANTS = (
+    "use_dora", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora",
+    "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
+)  # fmt: skip
+# Initialisations that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ ...) change them.
+PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+REMEDY = "merge it with peft's merge_and_unload first, and give the merged checkpoint"
+# A module of an adapter, how many other adapted parameters of it are wrapped around this one, and what is kept of it.
+FACTOR = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_[AB])$")
+# With bias="all" peft also saves the biases of modules_to_save under the names of its wrapper, old ones and new ones.
+WRAPPER = re.compile(r"\.(original_module|modules_to_save)\.")
+
+Entry = tuple[TensorInfo, Callable[[], Tensor]]
+
+
+@dataclass
+class AdapterSource(Source):
+    """An expert that is an adapter. `infos` and `read` are of the adapter's own tensors, `settings` is what its
+    `adapter_config.json` says; [`align_source`] makes the expert, of this and the base."""
+
+    tensors: Source | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors.read(name)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self.tensors.identity(), "settings": repr(sorted(self.settings.items()))}
+
+    def architecture(self, model_type: str | None) -> str | None:
+        """The class of the expert, for a base of a model type: as the adapter says, or by its task type. None where it
+        says nothing, and the base's own class will do."""
+        if self.model is not None:
+            return type(self.model).__name__
+        named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
+        classes = TASK_CLASSES.get(self.settings.get("task_type"))
+        if named or classes is None or model_type is None:
+            return named
+        if model_type not in classes:
+            raise CheckpointError(
+                f"{self.label} is an adapter of task type {self.settings['task_type']}, but transformers has no such "
+                f"class for the base, a {model_type!r} model."
+            )
+        found = classes[model_type]
+        return found if isinstance(found, str) else found[0]
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter, and no model of its own."""
+    weights = [file for pattern in ("model*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+    return (folder / ADAPTER_CONFIG).is_file() and not weights
+
+
+def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> AdapterSource:
+    """A source over an adapter's tensors; refuses what is not LoRA on the base's own weights."""
+    label, kind = tensors.label, settings.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, and only LORA is read: {REMEDY}.")
+    for option in VARIANTS:
+        if settings.get(option):
+            raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
+    if settings.get("init_lora_weights") not in PLAIN_INITIALISATIONS:
+        raise CheckpointError(
+            f"{label} is a LoRA adapter with init_lora_weights={settings['init_lora_weights']!r}, for which the base "
+            f"was changed: {REMEDY}."
+        )
+    return AdapterSource(label, tensors.infos, files=tensors.files, tensors=tensors, settings=settings, **kwargs)
+
+
+def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
+    """A source over the active adapter of a `PeftModel`."""
+    active = model.active_adapters
+    if len(active) != 1:
+        raise CheckpointError(f"{label} is a PeftModel whose active adapters are {active}: expected exactly one.")
+    settings = model.peft_config[active[0]].to_dict()
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    settings["peft_type"] = str(settings["peft_type"].value)
+    if settings["peft_type"] == "LORA":
+        tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    else:
+        tensors = {}
+    origin = settings.get("base_model_name_or_path") or type(model.get_base_model()).__name__
+    return open_adapter(
+        open_state_dict(tensors, label),
+        settings,
+        model=model.get_base_model(),
+        provenance={
+            "source": "memory",
+            "id": Path(origin).name if Path(origin).is_absolute() else origin,
+            "adapter": "lora",
+        },
+    )
+
+
+def align_source(library: ModuleType, model: nn.Module, source: Source, base: Entries) -> tuple[Entries, list[str]]:
+    """An expert's tensors under a model's names, and its names that the model does not have. As `library.align`, but an
+    adapter is laid over the `base`, which is aligned already."""
+    if not isinstance(source, AdapterSource):
+        return library.align(model, source)
+    originals, values, deltas = (_aligned(library, model, source, part) for part in _sort(source, model))
+    entries = dict(base)
+    for names in _ties(model):
+        known = next((part[name] for part in (originals, base) for name in names if name in part), None)
+        changed = [name for name in names if name in values or name in deltas]
+        untouched = [name for name in names if name not in changed]
+        if untouched and any(name in values for name in names):
+            raise CheckpointError(
+                f"{source.label} has a {changed[0]!r} of its own, but no {untouched[0]!r}, which is the same tensor in "
+                f"the model: {REMEDY}."
+            )
+        found = [
+            _changed(source, model, name, values.get(name, known), deltas[name]) if name in deltas else values[name]
+            for name in changed
+        ]
+        if found:
+            label = f"{source.label}: tensor {names[0]!r}"
+            known = (found[0][0], partial(_read_alike, label, [read for _, read in found]))
+        if found or any(name in originals for name in names):
+            entries |= dict.fromkeys(names, known)
+    return entries, []
+
+
+def _changed(source: AdapterSource, model: nn.Module, name: str, known: Entry | None, delta: Entry) -> Entry:
+    """A tensor with what the adapter adds to it."""
+    if known is None:
+        raise CheckpointError(f"{source.label} changes {name!r}, which the base does not have.")
+    (info, read), (change, read_change) = known, delta
+    transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D) and len(change.shape) == 2
+    shape = change.shape[::-1] if transposed else change.shape
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{source.label} changes {name!r} of shape {shape}, but the base's has shape {info.shape}: it is an "
+            f"adapter of another base{_origin(source)}."
+        )
+
+    def add() -> Tensor:
+        tensor, difference = read(), read_change()
+        return (tensor.float() + (difference.T if transposed else difference)).to(tensor.dtype)
+
+    return info, add
+
+
+def _read_alike(label: str, reads: list[Callable[[], Tensor]]) -> Tensor:
+    """One tensor that a model has under several names (an embedding that is its output layer too), for each of which
+    the adapter has a change."""
+    tensor, *others = (read() for read in reads)
+    for other in others:
+        if not torch.allclose(tensor.float(), other.float(), rtol=1e-4, atol=1e-5 * tensor.abs().max().item()):
+            raise CheckpointError(f"{label} is tied to another in the model, and the adapter changes them differently.")
+    return tensor
+
+
+def _aligned(library: ModuleType, model: nn.Module, source: AdapterSource, part: Entries) -> Entries:
+    infos = {name: info for name, (info, _) in part.items()}
+    entries, unexpected = library.align(model, _Lazy(source.label, infos, entries=part))
+    if unexpected:
+        raise CheckpointError(
+            f"{source.label} is an adapter for {shorten(unexpected)}, which the model does not have: its base is "
+            f"another{_origin(source)}."
+        )
+    return entries
+
+
+@dataclass
+class _Lazy(MemorySource):
+    """Tensors that are computed when they are read. They have the names of a model in memory, hence the class."""
+
+    entries: Entries = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        return self.entries[name][1]()
+
+
+def _origin(source: AdapterSource) -> str:
+    origin = source.settings.get("base_model_name_or_path")
+    return f" (it was trained on {origin!r})" if origin else ""
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names of every tensor, one or several."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return list(groups.values())
+
+
+def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, Entries]:
+    """What an adapter holds, under the names of the tensors it is for: the base's own tensors that peft saved along
+    (embeddings of another size), tensors that replace the base's, and differences."""
+    originals, values, deltas = {}, {}, {}
+    factors: dict[tuple[str, int], dict[str, str]] = {}
+    for key, info in source.infos.items():
+        name = key.removeprefix(PREFIX)
+        if found := FACTOR.match(name):
+            module, wrapped, part = found.groups()
+            factors.setdefault((module, wrapped.count(".base_layer")), {})[part] = key
+        elif WRAPPER.search(name):
+            continue
+        elif name.endswith(".base_layer.weight"):
+            originals[name.replace(".base_layer", "")] = (info, partial(source.read, key))
+        else:
+            values[name.replace(".base_layer", "")] = (info, partial(source.read, key))
+    for (wrapped, depth), parts in factors.items():
+        module = wrapped.replace(".base_layer", "")
+        parameter = _adapted_parameter(source, model, module, depth)
+        delta = _Delta.of(source, model, module, parameter, parts)
+        # The output layer of nn.MultiheadAttention, which is adapted with the whole: peft adds its product twice, when
+        # it merges as well as when it trains.
+        delta.times = 2 if module != wrapped else 1
+        deltas[f"{module}.{parameter}"] = (delta.info, delta.read)
+        if (key := parts.get("lora_B.bias")) and not _is_idle_bias(source, model, module, key):
+            deltas[f"{module}.bias"] = (source.infos[key], partial(delta.scaled, key))
+    return originals, values, deltas
+
+
+def _is_idle_bias(source: AdapterSource, model: nn.Module, module: str, key: str) -> bool:
+    """Whether a factor's bias does nothing: with lora_bias peft gives one to layers without a bias too."""
+    return f"{module}.bias" not in model.state_dict() and not source.read(key).any()
+
+
+def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, depth: int) -> str:
+    """Which parameter of a module a pair of factors is for."""
+    try:
+        owner = model.get_submodule(module)
+    except AttributeError:  # under the names of an earlier version, or not there at all: alignment will tell
+        return "weight"
+    if isinstance(owner, nn.MultiheadAttention):
+        return "in_proj_weight"
+    # peft wraps the parameters in the order in which the module has them, so the first is innermost.
+    names = [name for name in owner._parameters if _is_targeted(source, f"{module}.{name}")]
+    return names[-1 - depth] if depth < len(names) else "weight"
+
+
+def _is_targeted(source: AdapterSource, parameter: str) -> bool:
+    """Whether a parameter is adapted as such, and not as the weight of a module."""
+    targets = source.settings.get("target_parameters") or ()
+    return any(f".{parameter}".endswith(f".{target}") for target in targets)
+
+
+@dataclass
+class _Delta:
+    """`scaling * B @ A` of one parameter, in the parameter's shape (of a Conv1D, in that of an nn.Linear)."""
+
+    source: AdapterSource
+    keys: tuple[str, str]
+    scaling: float
+    info: TensorInfo
+    stacked: int = 0
+    transposed: bool = False
+    times: int = 1
+
+    @classmethod
+    def of(cls, source: AdapterSource, model: nn.Module, module: str, parameter: str, parts: dict[str, str]) -> _Delta:
+        embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+        wanted = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        for part in wanted:
+            if part not in parts:
+                raise CheckpointError(f"{source.label} lacks {part.removesuffix('.weight')} of {module!r}.")
+        keys = (parts[wanted[0]], parts[wanted[1]])
+        a, b = (source.infos[key].shape for key in keys)
+        settings, stacked = source.settings, 0
+        targeted = _is_targeted(source, f"{module}.{parameter}")
+        name = f"{module}.{parameter}" if targeted else module
+        rank = _by_pattern(settings.get("rank_pattern"), name, settings.get("r", 8))
+        alpha = _by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
+        if targeted and (full := model.get_submodule(module)._parameters[parameter]).ndim == 3:
+            stacked = full.shape[0]
+        if min(len(a), len(b)) < 2 or a[0] != rank * max(stacked, 1) or b[1] != a[0]:
+            raise CheckpointError(
+                f"{source.label}: the factors of {module!r} have shapes {a} and {b}, but its configuration asks for "
+                f"rank {rank}."
+            )
+        transposed = embedding
+        if stacked:
+            transposed = bool(getattr(model.get_submodule(module), "is_transposed", False))
+            shape = (stacked, a[1], b[0]) if transposed else (stacked, b[0], a[1])
+        else:
+            shape = (a[1], b[0]) if embedding else (b[0], *a[1:])
+        scaling = alpha / (sqrt(rank) if settings.get("use_rslora") else rank)
+        return cls(source, keys, scaling, TensorInfo(shape, torch.float32), stacked, transposed)
+
+    def scaled(self, key: str) -> Tensor:
+        return self.scaling * self.source.read(key).float()
+
+    def read(self) -> Tensor:
+        a, b = (self.source.read(key).float() for key in self.keys)
+        if self.stacked:
+            # peft numbers the columns of B by rank first and by expert second, the rows of A the other way round.
+            a = a.reshape(self.stacked, -1, a.shape[1])
+            b = b.reshape(b.shape[0], -1, self.stacked).permute(2, 0, 1)
+        product = self.times * self.scaling * (b.flatten(1) @ a.flatten(1) if not self.stacked else b @ a)
+        return (product.mT if self.transposed else product).reshape(self.info.shape)
+
+
+def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
+    """What peft's `rank_pattern` and `alpha_pattern` say of a module."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
