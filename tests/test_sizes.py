@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers import build_retex
 from safetensors.torch import load_file
 from signed import signed_classifier
