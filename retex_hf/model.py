@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 
 from . import artifact, hub
 from .build import build, build_folder
+from .card import write_card
 from .config import RetexConfig
 from .errors import ConfigError, InputError, RetexError, TaskError
 from .execution import (
@@ -38,14 +39,18 @@ from .execution import (
     task_index,
     trunk_cost,
 )
+from .folders import check_target
 from .labels import best_label
-from .libraries import as_inputs, library_of
+from .libraries import as_inputs, library_of, parse_dtype
+from .lora import LoraExport, export_lora
 from .parts import RetexParts
 from .readout import Readout
+from .recipe import signed_in_memory
 from .recovery import TrainingConfig
 from .routing import (
     FeatureExtractor,
     Routing,
+    Signatures,
     WeightScorer,
     WeightSignatures,
     as_batches,
@@ -54,10 +59,13 @@ from .routing import (
     feature_blocks,
     fit_signatures,
     keeps_cache,
+    noted,
     resolve_feature_layers,
     trunk_parameters,
 )
+from .tasks import AddedTask, Turn, add_task, delete_task
 from .tensor_bank import TensorBank
+from .wrapped import shows_wrapped, without_shared_memory
 
 # Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
 ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
@@ -97,6 +105,15 @@ class RetexModel(nn.Module):
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
         super().__init__()
+        self._turn = Turn()
+        self._active_task: str | None = None
+        self._cache = ExpertCache(_parse_size(expert_cache))
+        self.execution = execution
+        self._adopt(parts)
+        _register_pipelines()
+        self.eval()
+
+    def _adopt(self, parts: RetexParts) -> None:
         self.retex_config = parts.config
         self.model = parts.model
         self.recovery = parts.recovery
@@ -108,10 +125,25 @@ class RetexModel(nn.Module):
         self.recipe = parts.recipe
         self.evaluation = parts.evaluation
         self._side_folder = parts.side_folder
-        self._active_task: str | None = None
-        self._cache = ExpertCache(_parse_size(expert_cache))
-        self.execution = execution
-        self.eval()
+
+    def _frozen(self) -> RetexModel:
+        """The model as it is at this moment, for one call: tasks that come or go meanwhile do not reach into it."""
+        frozen = object.__new__(type(self))
+        with self._turn:
+            frozen.__dict__.update(self.__dict__, _modules=dict(self._modules))
+        return frozen
+
+    def _exchange(self, old: RetexParts, new: RetexParts) -> None:
+        """Take new parts in the place of old ones, all at once."""
+        with self._turn:
+            current = (self.retex_config, self.recovery, self.signatures)
+            if any(a is not b for a, b in zip(current, (old.config, old.recovery, old.signatures), strict=True)):
+                raise RetexError("The model was changed by another thread meanwhile, so nothing was done: try again.")
+            self._adopt(new)
+            # Calls that are running go on with the cache they know, and leave nothing in this one.
+            self._cache = self._cache.emptied()
+            if self._active_task not in self.tasks:
+                self._active_task = None
 
     # ---- build, save, load -------------------------------------------------------------------------------------------
 
@@ -148,7 +180,8 @@ class RetexModel(nn.Module):
             base: The pre-trained model the experts were fine-tuned from.
             experts: `{task name: expert}`. Base and experts may each be a transformers or OpenCLIP folder, a Hub id
                 (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight file, a module or a
-                state dict. Tensors are read one at a time; files are memory-mapped.
+                state dict. Tensors are read one at a time; files are memory-mapped. An expert may also be a PEFT LoRA
+                adapter on the base: its folder, its Hub id or a `PeftModel`. It is merged tensor by tensor.
             config: Defaults to `RetexConfig()`.
             solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
             training: Settings of `"adam"`.
@@ -197,24 +230,35 @@ class RetexModel(nn.Module):
         """Save to a folder that is also a plain checkpoint of the merged model.
 
         Written beside the target and moved into place: a failure leaves the previous folder as it was. Files in the
-        folder that are not part of the artifact are kept.
+        folder that are not part of the artifact are kept. The model card is written, or brought up to date.
         """
-        if not is_main_process:
-            return
-        parts = RetexParts(
-            config=self.retex_config,
-            model=self.model,
-            recovery=self.recovery,
-            heads=self.heads.as_dict(self.tasks),
-            errors=self.recovery_errors,
-            signatures=self.signatures,
-            pretrained=self.pretrained.as_dict(["base"])["base"],
-            side_folder=self._side_folder,
-            history=self.training_history,
-            recipe=self.recipe,
-            evaluation=self.evaluation,
+        if is_main_process:
+            artifact.write(self.parts(), Path(save_directory), max_shard_size)
+
+    def create_or_update_model_card(self, save_directory: str | Path) -> None:
+        """Write the model card (`README.md`) of a saved model, with figures, or bring it up to date.
+
+        Sections and metadata that the library wrote are replaced; what a person wrote, changed or took out stays so.
+        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
+        already: drawing takes longer than saving.)
+        """
+        write_card(self.parts(), check_target(Path(save_directory)), figures=True)
+
+    def parts(self) -> RetexParts:
+        frozen = self._frozen()
+        return RetexParts(
+            config=frozen.retex_config,
+            model=frozen.model,
+            recovery=frozen.recovery,
+            heads=frozen.heads.as_dict(frozen.tasks),
+            errors=frozen.recovery_errors,
+            signatures=frozen.signatures,
+            pretrained=frozen.pretrained.as_dict(["base"])["base"],
+            side_folder=frozen._side_folder,
+            history=frozen.training_history,
+            recipe=frozen.recipe,
+            evaluation=frozen.evaluation,
         )
-        artifact.write(parts, Path(save_directory), max_shard_size)
 
     @classmethod
     def from_pretrained(
@@ -225,7 +269,8 @@ class RetexModel(nn.Module):
         cache_dir: str | None = None,
         token: str | None = None,
         local_files_only: bool = False,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         is_trainable: bool = False,
         expert_cache: str | int = "2GB",
         execution: str = "auto",
@@ -239,7 +284,9 @@ class RetexModel(nn.Module):
             cache_dir: Hub cache.
             token: Hub token.
             local_files_only: Do not contact the Hub.
-            dtype: Cast the merged model (and the experts recovered from it) to this dtype.
+            dtype: Cast the merged model (and the experts recovered from it) to this dtype, such as `torch.float16` or
+                `"float16"`; `"auto"` takes it as it is stored, which is also the default.
+            torch_dtype: Another name of `dtype`.
             is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
                 must be stored as float32.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
@@ -254,6 +301,7 @@ class RetexModel(nn.Module):
             token=token,
             local_files_only=local_files_only,
         )
+        dtype = parse_dtype(dtype, torch_dtype)
         load_options = model_options if dtype is None else {**model_options, "dtype": dtype}
         parts = artifact.read(folder, **load_options)
         if is_trainable and parts.config.recovery_dtype != "float32":
@@ -263,6 +311,9 @@ class RetexModel(nn.Module):
             )
         model = cls(parts, expert_cache=expert_cache, execution=execution)
         model.recovery.requires_grad_(is_trainable)
+        devices = {parameter.device for parameter in model.model.parameters()}
+        if len(devices) == 1 and not devices <= {torch.device("cpu"), torch.device("meta")}:
+            model.to(devices.pop())  # recovery and heads follow where `device_map` has put the merged model
         return model
 
     def push_to_hub(
@@ -276,9 +327,29 @@ class RetexModel(nn.Module):
         commit_message: str = "Upload ReTeX model",
         max_shard_size: str | int = "5GB",
     ) -> CommitInfo:
-        """Upload to the Hub what `save_pretrained` writes, as one commit; the repository is created if need be."""
+        """Upload to the Hub what `save_pretrained` writes and the figures of the card, as one commit.
+
+        A card that the repository has already is brought up to date. Files of an earlier artifact that are not part of
+        this one are deleted; all other files of the repository stay.
+
+        Args:
+            repo_id: `name` or `owner/name`; created if need be.
+            private: Whether a repository that is created is private.
+            token: Hub token; default: the one of `hf auth login`.
+            revision: The branch, created if need be; default: main.
+            create_pr: Open a pull request instead of changing the main branch.
+            commit_message: First line of the commit.
+            max_shard_size: Size above which weights are stored in several files.
+
+        Returns:
+            The commit: `oid`, `commit_url`, and `pr_url` of a pull request.
+        """
+
+        def write(folder: Path, name: str) -> None:
+            artifact.write(self.parts(), folder, max_shard_size, name=name, figures=True)
+
         return hub.push(
-            partial(self.save_pretrained, max_shard_size=max_shard_size),
+            write,
             repo_id,
             private=private,
             token=token,
@@ -307,8 +378,7 @@ class RetexModel(nn.Module):
             Held-out identification accuracy on the references, per candidate layer; of a pool, nothing is known.
         """
         if self.retex_config.signatures == "weights":
-            self.signatures = WeightSignatures.fit(self._scorer(), self._as_pool(references))
-            self._cache.clear()
+            self._sign(WeightSignatures.fit(self._scorer(), self._as_pool(references)))
             return {}
         for task in references:
             task_index(task, self.tasks)
@@ -318,17 +388,23 @@ class RetexModel(nn.Module):
         layers = resolve_feature_layers(self.model, self.retex_config)
         batches = {task: map(partial(as_inputs, self.model), as_batches(references[task])) for task in self.tasks}
         seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
-        self.signatures, accuracies = fit_signatures(
+        signatures, accuracies = fit_signatures(
             self._extractor(layers),
-            {task: _noted(batches[task], seen[task]) for task in self.tasks},
+            {task: noted(batches[task], seen[task]) for task in self.tasks},
             self.retex_config.num_reference,
             self.retex_config.signature_rank,
             progress,
         )
+        self._sign(signatures)
         if self.retex_config.shared_trunk:
             self._share_trunk(seen, progress)
-        self._cache.clear()
+            self._cache.clear()
         return accuracies
+
+    def _sign(self, signatures: Signatures | WeightSignatures) -> None:
+        # What was measured and written down was of other signatures.
+        self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
+        self._cache.clear()
 
     def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
         """Leave what runs up to the feature layer merged for every task, and say what that costs."""
@@ -370,8 +446,8 @@ class RetexModel(nn.Module):
     def identify(self, *args: Any, **inputs: Any) -> Routing:
         """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
         if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
-            return self._identify(as_inputs(self.model, args[0]))[0]
-        return self._identify(self._bind("forward", args, inputs))[0]
+            return self._frozen()._identify(as_inputs(self.model, args[0]))[0]
+        return self._frozen()._identify(self._bind("forward", args, inputs))[0]
 
     def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
         """The routing of a batch, and what a shared trunk computed on the way."""
@@ -392,14 +468,22 @@ class RetexModel(nn.Module):
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, task: Any = None, **kwargs: Any) -> Any:
+    @shows_wrapped
+    def forward(self, *args: Any, task: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         """The wrapped model's `forward`, every row on its own expert."""
-        return self._routed("forward", args, kwargs, task)
+        if labels is not None:  # an argument of its own, because `Trainer` looks for its name in the class
+            kwargs["labels"] = labels
+            if self.training and torch.is_grad_enabled() and not self.get_nb_trainable_parameters()[0]:
+                raise RetexError(
+                    "No parameter of this model can be trained: load it with from_pretrained(..., is_trainable=True)."
+                )
+        return self._frozen()._routed("forward", args, kwargs, task)
 
     def predict(self, *args: Any, task: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
         """For classifiers: the task, the label and its score, for every row."""
-        output = self.forward(*args, task=task, **kwargs)
-        labels = self.retex_config.labels
+        frozen = self._frozen()
+        output = frozen.forward(*args, task=task, **kwargs)
+        labels = frozen.retex_config.labels
         logits = output.get("logits") if isinstance(output, ModelOutput) else None
         if not labels or logits is None or logits.ndim != 2:
             raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
@@ -411,7 +495,7 @@ class RetexModel(nn.Module):
 
     def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
         kwargs = self._bind(method, args, kwargs)
-        recovered = id(self) not in _disabled.get()
+        recovered = id(self._turn) not in _disabled.get()
         task = self._active_task if task is None and recovered else task
         if task is None and not recovered:
             return attach_routing(call_method(self.model, method, kwargs), None)
@@ -473,6 +557,86 @@ class RetexModel(nn.Module):
             trunk=self._trunk_blocks(),
         )
 
+    # ---- tasks come and go -------------------------------------------------------------------------------------------
+
+    def add_task(
+        self,
+        name: str,
+        expert: Any,
+        *,
+        references: Iterable[Any] | None = None,
+        base: Any = None,
+        tolerance: float | None = None,
+        check_base: bool = True,
+        token: str | None = None,
+        cache_dir: str | None = None,
+        progress: bool = True,
+    ) -> AddedTask:
+        """Recover one more expert, without the others at hand; what the model does for other tasks stays the same.
+
+        The merged model is not changed. In every parameter the new expert's difference from it is solved for against
+        the shared factor that is there. Where that leaves a larger error than `tolerance`, the factor gets more rank,
+        as little as will do. If it fails, the model is as before; calls that are running are not disturbed.
+
+        Building from all experts again gives a smaller artifact, because the merge and the shared factors then know
+        of the new expert.
+
+        Args:
+            name: A new name.
+            expert: As in [`from_experts`].
+            references: Inputs of the new task, batches as in [`fit_signatures`]: needed where the model tells its
+                tasks apart by reference inputs. Where scores of `signatures="weights"` are centred on a pool: a pool.
+            base: The model that an expert given as adapter was trained on.
+            tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly, 1 never
+                adds rank. By default it is that of the other tasks in the same parameter (in parameters that the
+                others left as merged: the median over all matrices). A model of a `rank_budget` leaves such
+                parameters merged, unless a tolerance is given.
+            check_base: Refuse an expert that is not related to the merged model.
+            token: Hub token.
+            cache_dir: Hub cache.
+            progress: Show a progress bar.
+
+        Returns:
+            How well the new task is recovered, and what that cost. `recovery_errors` are upper bounds from now on.
+
+        Example:
+            >>> import torch
+            >>> from transformers import BertConfig, BertModel
+            >>> from retex_hf import RetexConfig, RetexModel
+            >>> config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+            >>> base, expert = BertModel(config), BertModel(config)
+            >>> expert.load_state_dict({k: v + 0.01 * torch.randn(v.shape) for k, v in base.state_dict().items()})
+            <All keys matched successfully>
+            >>> model = RetexModel.from_experts(base, {"a": base}, RetexConfig(rank="full"), progress=False)
+            >>> added = model.add_task("b", expert, progress=False)
+            >>> model.tasks
+            ['a', 'b']
+        """
+        parts = self.parts()
+        grown, added = add_task(
+            parts,
+            name,
+            expert,
+            references=references,
+            base=base,
+            tolerance=tolerance,
+            check_base=check_base,
+            token=token,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+        self._exchange(parts, grown)
+        return added
+
+    def delete_task(self, name: str) -> None:
+        """Forget a task: its part of the recovery, its head and labels, its signature.
+
+        If it is pinned, calls are routed again. If it is the first task, the merged model alone has the head of the
+        next one from now on. Shared factors keep their rank: a build from the other experts would be smaller.
+        """
+        parts = self.parts()
+        self._exchange(parts, delete_task(parts, name))
+
     # ---- PEFT's verbs ------------------------------------------------------------------------------------------------
 
     @property
@@ -520,7 +684,7 @@ class RetexModel(nn.Module):
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Within this context the model is the plain merged model; `task=` still selects the head of a task."""
-        token = _disabled.set(_disabled.get() | {id(self)})
+        token = _disabled.set(_disabled.get() | {id(self._turn)})
         try:
             yield
         finally:
@@ -541,12 +705,31 @@ class RetexModel(nn.Module):
             raise TaskError(f"merge_and_unload needs a task; the tasks are {self.tasks}.")
         return deepcopy(self._expert(task))
 
+    def export_lora(self, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
+        """Write a recovered expert as a PEFT LoRA adapter on the merged model, which any artifact folder is:
+        `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact), save_directory)`.
+
+        The folder appears complete or not at all. Adapters of all tasks can be loaded into one `PeftModel`.
+
+        Args:
+            task: A task's name.
+            save_directory: A new folder, or that of an earlier adapter.
+            scope: What to carry. `"all"`: all that peft has means for; the adapter gives the expert's outputs, but of
+                norms and the like, which are stored whole, peft runs one adapter at a time. `"batch"`: what peft can
+                also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters stay merged.
+                `"linear"`: the weights of linear layers alone, at one rank, as inference servers ask for.
+
+        Returns:
+            What went which way, and what was left out; it prints well.
+        """
+        return export_lora(self.parts(), task, save_directory, scope=scope)
+
     def _expert(self, task: str) -> nn.Module:
         """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
-        runner = self._runner()
-        cache = ExpertCache(0) if runner.trunk else self._cache
+        runner = self._frozen()._runner()
+        cache = ExpertCache(0) if runner.trunk else runner.cache
         runner = dataclasses.replace(runner, trunk=[], cache=cache)
-        return runner.expert(Group(task_index(task, self.tasks), torch.arange(0)))
+        return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trainable and of all parameters."""
@@ -577,6 +760,11 @@ class RetexModel(nn.Module):
             self._cache.clear()  # experts were recovered from what training is about to change, or has changed
         return super().train(mode)
 
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""
+        tensors = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
+        return tensors if keep_vars else without_shared_memory(tensors)
+
     def _apply(self, fn, recurse: bool = True):
         self._cache.clear()
         return super()._apply(fn, recurse)
@@ -593,14 +781,14 @@ class RetexModel(nn.Module):
         return value
 
     def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
-        return self._routed(method, args, kwargs, task)
+        return self._frozen()._routed(method, args, kwargs, task)
 
 
-def _noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same batches, remembered as far as they are read."""
-    for batch in batches:
-        seen.append(batch)
-        yield batch
+def _register_pipelines() -> None:
+    """Once there is a model, `transformers.pipeline` takes it."""
+    from .pipelines import register_pipelines  # which knows this class
+
+    register_pipelines()
 
 
 def _parse_size(size: str | int) -> int:

@@ -259,6 +259,12 @@ class ExpertCache:
             self._items.clear()
             self._making.clear()
 
+    def emptied(self) -> ExpertCache:
+        """A cache of the same capacity that goes on counting, and holds nothing yet."""
+        cache = ExpertCache(self.capacity)
+        cache.hits, cache.misses, cache.evictions = self.hits, self.misses, self.evictions
+        return cache
+
     def __getstate__(self) -> int:
         return self.capacity  # a copied or pickled model starts with an empty cache and a lock of its own
 

@@ -21,6 +21,7 @@ from .assignment import Assignment, Group
 from .batching import NOT_ROWS, TEXT_INPUTS, Joiner, Splitter, count_rows
 from .choice import Chooser, OnePass, find_fixed, size_of_call
 from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
+from .items import NoticedItems
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .trunk import TrunkRecord, install_replay, replaying
 
@@ -120,6 +121,9 @@ class ExpertRunner:
         splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
         splitter.check(kwargs, len(groups))
         kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model)
+        items = kwargs.get("num_items_in_batch")
+        if items is not None and len(groups) > 1:
+            kwargs = {**kwargs, "num_items_in_batch": NoticedItems.of(items)}
         one_pass = self._choose(method, kwargs, groups, splitter) if recovered else None
 
         def call(run: Callable[..., Any], rows: Tensor) -> Any:
@@ -246,7 +250,7 @@ class ExpertRunner:
             rows=sum(map(len, rows)),
             groups=rows,
             loss_weights=_loss_weights(kwargs, rows, self.model),
-            sum_losses=kwargs.get("num_items_in_batch") is not None,
+            sum_losses=bool(getattr(kwargs.get("num_items_in_batch"), "uses", ())),
             pad_token_id=int(pad or 0),
             num_beams=option("num_beams") or 1,
             texts_apart=self._texts_apart(kwargs),

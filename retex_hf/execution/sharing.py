@@ -28,10 +28,11 @@ def trunk_cost(
     stays the same.
     """
     costs = {}
-    for task_id, task in enumerate(full.tasks):
+    for task, batches in references.items():
+        task_id = full.tasks.index(task)
         group = Group(task_id, torch.arange(0))
-        expert, merged = (_answers(full.expert(group, r), full, references[task], extractor) for r in (True, False))
-        trunk = _answers(shared.expert(group), shared, references[task], extractor)
+        expert = _answers(full.expert(group), full, batches, extractor)
+        trunk, merged = (_answers(shared.expert(group, r), shared, batches, extractor) for r in (True, False))
         distance = sum((a - b).square().sum() for a, b in zip(expert, merged, strict=True)).sqrt()
         missed = sum((a - b).square().sum() for a, b in zip(expert, trunk, strict=True)).sqrt()
         costs[task] = {"change": (missed / distance).item() if distance > 0 else 0.0}

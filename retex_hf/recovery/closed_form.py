@@ -107,17 +107,17 @@ def solve_affine(
     energy = best.energy
     if layout.kind != MATRIX:  # the offset is exact already
         return replace(best, scales=scales.float())
-    solution, best_scales = best, scales
+    solution, kept = best, scales
     for _ in range(AFFINE_STEPS):
-        scales = _best_scales(experts, merged, solution)
+        scales = best_scales(experts, merged, layout, _solved_basis(solution))
         offsets = _differences(experts, merged, scales)
         solution = solve_shared(offsets, layout, design) if layers > 1 else solve(offsets[0], layout, design)
         improved = best.residual - solution.residual
         if improved > 0:
-            best, best_scales = solution, scales
+            best, kept = solution, scales
         if improved <= AFFINE_TOLERANCE * best.residual:
             break
-    return replace(best, scales=best_scales.float(), energy=energy)
+    return replace(best, scales=kept.float(), energy=energy)
 
 
 def _differences(experts: list[list[Tensor]], merged: list[Tensor], scales: Tensor) -> list[list[Tensor]]:
@@ -127,21 +127,25 @@ def _differences(experts: list[list[Tensor]], merged: list[Tensor], scales: Tens
     ]
 
 
-def _best_scales(experts: list[list[Tensor]], merged: list[Tensor], solution: Solution) -> Tensor:
-    """The gamma of every layer and task that are best together with the best `G_t`, for the solution's `S`.
+def _solved_basis(solution: Solution) -> Tensor:
+    """What a solution's `S` spans, as orthonormal rows."""
+    basis = solution.shared.double()
+    basis = basis.mT if solution.layout.order == SHARED_FIRST else basis
+    return basis[:, : solution.layout.solved_rank]
+
+
+def best_scales(experts: list[list[Tensor]], merged: list[Tensor], layout: Layout, basis: Tensor) -> Tensor:
+    """The gamma of every layer and task (layers, T) that are best together with the best `G_t`, for a shared factor
+    that spans the rows of `basis` (orthonormal, or zero; of columns, in the reversed order).
 
     With P the projector onto what `S` does not span, layer l's part outside is `(W^l - g^l M^l) P`; inside, all layers
     share one `G_t`, so only deviations from the layers' mean count. Both are quadratic in the gammas.
     """
-    layout = solution.layout
     layers, tasks = len(merged), len(experts[0])
 
     def split(tensor: Tensor) -> tuple[Tensor, Tensor]:
         stack = tensor.double().reshape(layout.stacked_shape)
-        basis = solution.shared.double()
-        if layout.order == SHARED_FIRST:
-            stack, basis = stack.mT, basis.mT
-        basis = basis[:, : layout.solved_rank]
+        stack = stack.mT if layout.order == SHARED_FIRST else stack
         inside = stack @ basis.mT
         return inside, stack - inside @ basis
 
@@ -173,7 +177,7 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
     total = torch.zeros((), dtype=torch.float64)
     for index in range(layout.batch):
         matrices = [_ordered(stack[index], layout) for stack in stacks]
-        total = total + torch.linalg.eigvalsh(_gram(matrices)).flip(0).clamp(min=0)
+        total = total + torch.linalg.eigvalsh(gram(matrices)).flip(0).clamp(min=0)
     return total
 
 
@@ -207,10 +211,10 @@ def _inner_factor(layout: Layout) -> Tensor | None:
 
 def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[Tensor, float, float]:
     """The top right singular vectors of the stack as rows, the energy outside the first `kept`, and all energy."""
-    gram = _gram(differences)
-    energy = gram.diagonal().sum().item()
-    _, vectors, discarded = top_eigenpairs(gram, rank, kept)
-    del gram
+    products = gram(differences)
+    energy = products.diagonal().sum().item()
+    _, vectors, discarded = top_eigenpairs(products, rank, kept)
+    del products
     if _is_wide(differences):
         shared = torch.zeros(rank, differences[0].shape[1], dtype=torch.float64)
         rows = vectors.split([len(part) for part in _row_slabs(differences)])
@@ -241,21 +245,21 @@ def _is_wide(differences: list[Tensor]) -> bool:
     return len(differences) * rows < columns
 
 
-def _gram(differences: list[Tensor]) -> Tensor:
+def gram(differences: list[Tensor]) -> Tensor:
     """The smaller of the two Gram matrices of the stacked differences, in float64, by the blocks of one triangle."""
     wide = _is_wide(differences)
     side = len(differences) * differences[0].shape[0] if wide else differences[0].shape[1]
     starts = range(0, side, GRAM_BLOCK)
-    gram = torch.zeros(side, side, dtype=torch.float64)
+    products = torch.zeros(side, side, dtype=torch.float64)
     for slab in _column_slabs(differences) if wide else _row_slabs(differences):
         slab = slab.double()
         for start in starts:
             stop = start + GRAM_BLOCK
-            gram[start:stop, start:].addmm_(slab[:, start:stop].T, slab[:, start:])
+            products[start:stop, start:].addmm_(slab[:, start:stop].T, slab[:, start:])
     for start in starts:
         stop = start + GRAM_BLOCK
-        gram[stop:, start:stop] = gram[start:stop, stop:].T
-    return gram
+        products[stop:, start:stop] = products[start:stop, stop:].T
+    return products
 
 
 def _row_slabs(differences: list[Tensor]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,13 @@ def as_batches(batches: Any) -> Iterable[Any]:
     return [batches] if isinstance(batches, (Mapping, Tensor)) else batches
 
 
+def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same batches, remembered as far as they are read."""
+    for batch in batches:
+        seen.append(batch)
+        yield batch
+
+
 def fit_signatures(
     extractor: FeatureExtractor,
     references: Mapping[str, Iterable[Mapping[str, Any]]],
@@ -32,7 +39,7 @@ def fit_signatures(
     each layer does."""
     features: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
     for task in tqdm(references, desc="Reading reference inputs", unit="task", disable=not progress):
-        collected = _reference_features(extractor, task, references[task], num_reference)
+        collected = reference_features(extractor, task, references[task], num_reference)
         for layer in extractor.layers:
             features[layer].append(collected[layer])
     accuracies = {layer: held_out_accuracy(features[layer], rank) for layer in extractor.layers}
@@ -40,7 +47,7 @@ def fit_signatures(
     return Signatures.fit(features[layer], rank, layer), accuracies
 
 
-def _reference_features(
+def reference_features(
     extractor: FeatureExtractor, task: str, batches: Iterable[Mapping[str, Any]], wanted: int
 ) -> dict[str, Tensor]:
     """Features of the first `wanted` rows; no batch beyond them is asked for."""

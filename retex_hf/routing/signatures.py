@@ -47,6 +47,19 @@ class Signatures:
     def to(self, device: torch.device) -> Signatures:
         return Signatures(self.mean.to(device), self.basis.to(device), self.feature_layer)
 
+    def joined_by(self, mean: Tensor, basis: Tensor) -> Signatures:
+        """With one more task, the last one, of mean (d,) and basis (k, d)."""
+        widest = max(len(basis), self.basis.shape[1])
+        joined = self.basis.new_zeros(len(self.basis) + 1, widest, self.basis.shape[2])
+        joined[:-1, : self.basis.shape[1]] = self.basis
+        joined[-1, : len(basis)] = basis
+        return Signatures(torch.cat([self.mean, mean.unsqueeze(0)]), joined, self.feature_layer)
+
+    def without(self, task: int) -> Signatures:
+        """Without one task."""
+        kept = torch.arange(len(self.mean)) != task
+        return Signatures(self.mean[kept], self.basis[kept], self.feature_layer)
+
 
 def fit_signature(features: Tensor, rank: int | float) -> tuple[Tensor, Tensor]:
     """Mean (d,) and top right singular vectors (k, d) of one task's features (N, d)."""

@@ -40,6 +40,10 @@ class WeightSignatures:
     def to(self, device: torch.device) -> WeightSignatures:
         return WeightSignatures(self.centre.to(device), self.feature_layer)
 
+    def without(self, task: int) -> WeightSignatures:
+        """Without one task."""
+        return WeightSignatures(self.centre[torch.arange(len(self.centre)) != task], self.feature_layer)
+
     @classmethod
     def fit(cls, scorer: WeightScorer, batches: Iterable[Mapping[str, Any]]) -> WeightSignatures:
         """The mean scores of all rows of a pool."""

@@ -1,0 +1,443 @@
+"""Tasks come and go in a recovery whose experts are not at hand.
+
+A new task gets a dimension of its own in the task embedding: in every generator one row is its own, and no other
+changes. For a given shared factor the best `G_new` is a least-squares problem, solved with the pseudo-inverse of `S`
+(of `B S` for ReTeX-E). What that leaves is `D (I - P)` with P the projector onto the rows of `S`. By Eckart-Young the
+best k directions to append to `S` are its top right singular vectors, and the energy left then is that of the others:
+the smallest k that reaches a tolerance can be read off the spectrum. The other tasks have zeros in the columns of `G_t`
+that meet the appended directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .closed_form import SLAB_ROWS, best_scales, gram
+from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
+from .shapes import GENERATED_FIRST, MATRIX, SHARED_FIRST, VECTOR, Layout
+from .storage import LARGEST_CODE, SCALE, SCALE_DTYPE, encode_parts, stored_parts
+
+# The share of the energy that float32 factors cannot help missing; a tolerance of zero asks for no more than this.
+EXACT = 1e-12
+# Singular values of a shared factor below this share of its largest are none: `G_new` would be large, and its rounding
+# larger than what those directions recover.
+RANK_TOLERANCE = 1e-4
+# Where int8 columns join rows that have their scale already: which rows may be cut off at the largest code.
+CUT_SHARES = (0.0, 0.001, 0.01, 0.1, 0.5)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A generator with one more row, and what it makes of the new task: the gamma and the relative error of every
+    layer that shares the generator, by how much its rank grew, and whether its differences are stored whole now."""
+
+    generator: OffsetGenerator
+    scales: list[float]
+    errors: list[float]
+    grown: int = 0
+    made_whole: bool = False
+
+
+@dataclass
+class Growth:
+    """What a new task did to a recovery, by parameter: its relative `errors`, by how much the rank has `grown`, which
+    parameters have `joined` the recovery, and which are stored `whole` now because more rank would have cost more."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    grown: dict[str, int] = field(default_factory=dict)
+    joined: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+
+@torch.no_grad()
+def add_to_recovery(
+    recovery: RecoveryModule,
+    read: Callable[[str], tuple[Tensor, Tensor]],
+    tolerances: Mapping[str, float],
+    joining: Mapping[str, Layout],
+    *,
+    dtype: str = "float32",
+    affine: bool = False,
+    progress: bool = True,
+) -> tuple[RecoveryModule, Growth]:
+    """The recovery with one more task, the last one. `recovery` itself stays as it is.
+
+    Args:
+        recovery: Of the tasks so far.
+        read: Gives a parameter of the new expert and of the merged model, in float32 or better.
+        tolerances: The relative error that the new task may have in each parameter.
+        joining: Layouts of parameters that the recovery does not have yet, at any rank. The other tasks have zeros.
+        dtype: How the factors are stored.
+        affine: Whether the new task has a gamma in each parameter.
+        progress: Show a progress bar.
+    """
+    dimension = recovery.task_embedding.shape[1]
+    units: dict[str, list[str]] = {}
+    for name in recovery:
+        units.setdefault(recovery.generator_name(name), []).append(name)
+    units |= {name: [name] for name in joining}
+    generators, scales, growth = {}, {}, Growth()
+    for first, names in tqdm(units.items(), desc="Adding the task", unit="parameter", disable=not progress):
+        known = first in recovery
+        generator = recovery[first] if known else empty_generator(joining[first], dimension, dtype)
+        tensors = [read(name) for name in names]
+        extension = extend_generator(
+            generator,
+            [expert for expert, _ in tensors],
+            [merged for _, merged in tensors],
+            max(tolerances[name] for name in names),
+            dtype=dtype,
+            affine=affine,
+        )
+        if extension.generator.layout.kind == MATRIX and extension.generator.layout.rank == 0:
+            continue  # within the tolerance as it is
+        for name, gamma, error in zip(names, extension.scales, extension.errors, strict=True):
+            generators[name] = extension.generator
+            growth.errors[name] = error
+            if affine:
+                scales[name] = _extend_scale(recovery.scale(name), gamma, dimension)
+            if not known:
+                growth.joined.append(name)
+            elif extension.made_whole:
+                growth.whole.append(name)
+            elif extension.grown:
+                growth.grown[name] = extension.grown
+    order = [*(name for name in recovery), *growth.joined]
+    embedding = torch.block_diag(recovery.task_embedding.detach().cpu(), torch.ones(1, 1))
+    grown = RecoveryModule(embedding, {name: generators[name] for name in order}, scales)
+    return _like(grown, recovery), growth
+
+
+@torch.no_grad()
+def remove_from_recovery(recovery: RecoveryModule, task: int) -> RecoveryModule:
+    """The recovery without one task. `recovery` itself stays as it is.
+
+    Generator rows that only this task has used go with it, and so do parameters in which no other task differs from the
+    merged model. Shared factors stay as they are: directions that only this task has used are kept.
+    """
+    embedding = recovery.task_embedding.detach()
+    others = torch.arange(len(embedding)) != task
+    rows = ((embedding[others] != 0).any(0) | (embedding[task] == 0)).nonzero().flatten()
+    made: dict[OffsetGenerator, OffsetGenerator] = {}
+    generators, scales = {}, {}
+    for name in recovery:
+        generator, scale = recovery[name], recovery.scale(name)
+        if generator not in made:
+            made[generator] = _with_rows(generator, rows)
+        shrunk = made[generator]
+        weight = None if scale is None else scale.weight.detach()[rows]
+        scaled = weight is not None and bool(weight.any() or scale.bias != 1)
+        if not scaled and shrunk.bias is None and not shrunk.weight.any():
+            continue
+        generators[name] = shrunk
+        if weight is not None:
+            scales[name] = ScaleGenerator(weight, scale.bias.detach().clone())
+    return _like(RecoveryModule(embedding[others][:, rows], generators, scales), recovery)
+
+
+def empty_generator(layout: Layout, embedding_dim: int, dtype: str = "float32") -> OffsetGenerator:
+    """A generator whose offsets are zero for every task: of rank 0, where the layout has a rank."""
+    if layout.kind == MATRIX:
+        layout = replace(layout, rank=0, inner_rank=None)
+        return OffsetGenerator(layout, torch.zeros(embedding_dim, 0), None, torch.zeros(layout.shared_shape))
+    stored = stored_parts(layout, embedding_dim, False, dtype)
+    parts = {part: torch.zeros(shape, dtype=kind) for part, (shape, kind) in stored.items()}
+    if layout.kind == VECTOR:
+        parts["shared"].fill_(1)
+    return OffsetGenerator.of_parts(layout, parts)
+
+
+@torch.no_grad()
+def extend_generator(
+    generator: OffsetGenerator,
+    experts: list[Tensor],
+    merged: list[Tensor],
+    tolerance: float,
+    *,
+    dtype: str = "float32",
+    affine: bool = False,
+) -> Extension:
+    """A generator with a row for a new task, the last one, whose embedding is 1 there and 0 elsewhere.
+
+    `experts` and `merged` are the tensors of all layers that share the generator. Such layers have one offset, so what
+    it can recover is the mean of their differences: `tolerance` is the relative error of that. The rank grows by the
+    smallest number that reaches it; with `affine` that is for the gammas which are best before it grows.
+
+    Where more rank would cost as many numbers as storing the differences of all tasks whole, they are stored whole.
+    Factors that are stored narrower than float32 always grow instead: the offsets of the other tasks would have to be
+    rounded once more. Rounding of the new task's own factors comes on top of the tolerance.
+    """
+    layout = generator.layout
+    rows = len(generator.weight) + 1
+    scales = torch.ones(len(merged), dtype=torch.float64)
+    target = _common_difference(experts, merged, scales)
+    if layout.kind != MATRIX:
+        extended = _resized(generator, layout, rows, dtype)
+        return _finish(extended, target, scales, experts, merged, dtype)
+
+    def solve_scales(basis: Tensor) -> tuple[Tensor, Tensor]:
+        if not affine:
+            return scales, target
+        found = best_scales([[expert] for expert in experts], merged, layout, basis)[:, 0]
+        return found, _common_difference(experts, merged, found)
+
+    energy = _energy(target)
+    allowed = max(tolerance**2, EXACT) * energy
+    basis = row_basis(_acting_factor(generator))
+    # A parameter that may stay as merged has no gamma to help it, and one that is as merged needs none.
+    found, offset = (scales, target) if layout.rank == 0 or energy == 0 else solve_scales(basis)
+    directions = missing_directions(_as_stack(offset, layout), basis, allowed)
+    if directions is None:
+        if layout.rank == 0:
+            return Extension(generator, scales.tolist(), [])
+        return _finish(_resized(generator, layout, rows, dtype), offset, found, experts, merged, dtype)
+    grown = directions.shape[1]
+    layout = replace(
+        layout,
+        rank=layout.rank + grown,
+        inner_rank=None if layout.inner_rank is None else layout.inner_rank + grown,
+    )
+    num_rows = rows + (generator.bias is not None)
+    if dtype == "float32" and layout.whole().stored_numbers(num_rows) <= layout.stored_numbers(num_rows):
+        return replace(_finish(_made_whole(generator), target, scales, experts, merged, dtype), made_whole=True)
+    extended = _resized(generator, layout, rows, dtype)
+    _append_directions(extended, directions, dtype)
+    found, offset = solve_scales(row_basis(_acting_factor(extended)))
+    return replace(_finish(extended, offset, found, experts, merged, dtype), grown=grown)
+
+
+def row_basis(factor: Tensor) -> Tensor:
+    """Orthonormal rows that span the rows of a factor (batch, q, n), and zero rows where it has lower rank than q."""
+    return _decompose(factor)[2]
+
+
+def pseudo_inverse(factor: Tensor) -> Tensor:
+    """The pseudo-inverse (batch, n, q) of a factor (batch, q, n)."""
+    left, values, basis = _decompose(factor)
+    return (basis.mT / values.unsqueeze(-2)) @ left.mT
+
+
+def missing_directions(target: Tensor, basis: Tensor, allowed: float) -> Tensor | None:
+    """The fewest directions (batch, k, n), beside the rows of `basis`, whose span leaves at most the energy `allowed`
+    of a target (batch, m, n); None where the basis alone does. Batches share one k."""
+    inside = _slabbed(target, basis.mT)
+    if _energy(target) - inside.square().sum().item() <= allowed:
+        return None
+    spectra, vectors = [], []
+    for matrix, rows, projected in zip(target, basis, inside, strict=True):
+        values, found = torch.linalg.eigh(_outer_gram(matrix, rows, projected))
+        spectra.append(values.flip(0).clamp(min=0))
+        vectors.append(found.flip(1))
+    total = torch.stack(spectra).sum(0)
+    left = torch.cat([total.flip(0).cumsum(0).flip(0), total.new_zeros(1)])
+    count = int((left > allowed).sum())
+    if count == 0:
+        return None
+    found = [
+        _right_vectors(matrix, rows, own[:, :count]) for matrix, rows, own in zip(target, basis, vectors, strict=True)
+    ]
+    return torch.stack(found)
+
+
+def _outer_gram(matrix: Tensor, basis: Tensor, inside: Tensor) -> Tensor:
+    """The smaller Gram matrix of what a basis leaves of a matrix, from the Gram matrix of the whole."""
+    products = gram([matrix])
+    if _is_wide(matrix):
+        return products - inside @ inside.T
+    products = products - (products @ basis.T) @ basis
+    return products - basis.T @ (basis @ products)
+
+
+def _right_vectors(matrix: Tensor, basis: Tensor, vectors: Tensor) -> Tensor:
+    """Right singular vectors as rows, from eigenvectors of the smaller Gram matrix."""
+    if not _is_wide(matrix):
+        return vectors.T
+    right = vectors.T @ matrix.double()
+    right = right - (right @ basis.T) @ basis
+    norms = right.norm(dim=1, keepdim=True)
+    return torch.where(norms > 0, right / norms, 0.0)
+
+
+def _is_wide(matrix: Tensor) -> bool:
+    return matrix.shape[0] < matrix.shape[1]
+
+
+def _decompose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular vectors and values; values that count as none are 1, and their right vectors zero."""
+    left, values, right = torch.linalg.svd(factor.double(), full_matrices=False)
+    if not values.numel():
+        return left, values, right
+    kept = values > RANK_TOLERANCE * values.amax(-1, keepdim=True)
+    return left, torch.where(kept, values, 1.0), right * kept.unsqueeze(-1)
+
+
+def _acting_factor(generator: OffsetGenerator) -> Tensor:
+    """What all tasks share, as rows (batch, q, n): `S` or `B S`, transposed in the reversed order."""
+    shared, inner = generator.factor("shared").double().cpu(), generator.factor("inner")
+    first = generator.layout.order == GENERATED_FIRST
+    if inner is not None:
+        inner = inner.double().cpu()
+        shared = inner @ shared if first else shared @ inner
+    return shared if first else shared.mT
+
+
+def _as_stack(tensor: Tensor, layout: Layout) -> Tensor:
+    stack = tensor.reshape(layout.stacked_shape)
+    return stack.mT if layout.order == SHARED_FIRST else stack
+
+
+def _common_difference(experts: list[Tensor], merged: list[Tensor], scales: Tensor) -> Tensor:
+    """The mean over layers of `W - gamma W_merged`; float64 where gammas are not all 1."""
+    total = 0
+    for expert, base, scale in zip(experts, merged, scales, strict=True):
+        total = total + (expert - base if scale == 1 else expert.double() - scale * base.double())
+    return total / len(experts)
+
+
+def _finish(
+    generator: OffsetGenerator,
+    offset: Tensor,
+    scales: Tensor,
+    experts: list[Tensor],
+    merged: list[Tensor],
+    dtype: str,
+) -> Extension:
+    """Put the row that gives an offset (or what comes nearest) in place, and measure it as it is stored."""
+    layout = generator.layout
+    if layout.kind == MATRIX:
+        row = _slabbed(_as_stack(offset, layout), pseudo_inverse(_acting_factor(generator)))
+        row = row.mT if layout.order == SHARED_FIRST else row
+    elif layout.kind == VECTOR:
+        _wake_scalar(generator)
+        row = offset / generator.factor("shared")
+    else:
+        row = offset
+    row = row.reshape(1, -1)
+    if generator.bias is not None:
+        row = row - generator.factor("bias")
+    for part, tensor in encode_parts(layout, {"weight": row.float()}, dtype).items():
+        generator.get_parameter(part)[-1] = tensor[0]
+    offset = layout.offset(generator.generated_row(-1), generator.factor("shared"), generator.factor("inner")).double()
+    errors = []
+    for expert, base, scale in zip(experts, merged, scales.tolist(), strict=True):
+        energy = _energy(expert - base)
+        missed = (scale * base.double() + offset - expert.double()).square().sum().item()
+        errors.append((missed / energy) ** 0.5 if energy > 0 else 0.0)
+    return Extension(generator, scales.tolist(), errors)
+
+
+def _wake_scalar(generator: OffsetGenerator) -> None:
+    """A vector's shared scalar of zero (where training never moved it) lets no task have an offset: make it 1, and the
+    generator of the other tasks zero instead."""
+    if generator.shared == 0:
+        generator.shared.fill_(1)
+        generator.weight.zero_()
+        if generator.bias is not None:
+            generator.bias.zero_()
+
+
+def _resized(generator: OffsetGenerator, layout: Layout, rows: int, dtype: str) -> OffsetGenerator:
+    """The same stored numbers in a generator of more rows and of a larger rank, on the CPU; new entries are zero."""
+    stored = {name: parameter.detach() for name, parameter in generator.named_parameters()}
+    parts = {}
+    for part, (shape, kind) in stored_parts(layout, rows, generator.bias is not None, dtype).items():
+        parts[part] = torch.zeros(shape, dtype=kind)
+        if part in stored:
+            old = _axes(generator.layout, part, stored[part])
+            _axes(layout, part, parts[part])[tuple(slice(size) for size in old.shape)] = old
+    return OffsetGenerator.of_parts(layout, parts)
+
+
+def _axes(layout: Layout, part: str, tensor: Tensor) -> Tensor:
+    """A stored tensor with all axes of its factor. Scales have one number per row, for an axis of one or none."""
+    if layout.kind != MATRIX or not part.startswith(("weight", "bias")):
+        return tensor
+    shape = layout.generated_shape
+    return tensor.view(*tensor.shape[:-1], *(shape[:-1] if part.endswith(SCALE) else shape))
+
+
+def _made_whole(generator: OffsetGenerator) -> OffsetGenerator:
+    """The offsets of every generator row instead of its factors, and a row of zeros."""
+    layout = generator.layout
+    shared, inner = (None if f is None else f.double() for f in map(generator.factor, ("shared", "inner")))
+
+    def offset(row: Tensor) -> Tensor:
+        return layout.offset(row.double(), shared, inner).float().flatten().cpu()
+
+    weight = torch.stack([offset(row) for row in generator.weight.detach()] + [torch.zeros(layout.shape).flatten()])
+    bias = None if generator.bias is None else offset(generator.bias.detach())
+    return OffsetGenerator(layout.whole(), weight, bias, None)
+
+
+def _append_directions(generator: OffsetGenerator, directions: Tensor, dtype: str) -> None:
+    """Put directions (batch, k, n) into the last rows of `S` (columns, in the reversed order); ReTeX-E's `B` lets them
+    through."""
+    layout, count = generator.layout, directions.shape[1]
+    if layout.order == GENERATED_FIRST:
+        for part, tensor in encode_parts(layout, {"shared": directions.float()}, dtype).items():
+            generator.get_parameter(part)[:, -count:] = tensor
+    elif dtype == "int8":
+        _append_codes(generator, directions.mT.float())
+    else:
+        generator.shared[..., -count:] = directions.mT
+    if generator.inner is not None:
+        through = torch.zeros(layout.batch, count, layout.inner_shape[-1])
+        through[..., -count:] = torch.eye(count)
+        for part, tensor in encode_parts(layout, {"inner": through}, dtype).items():
+            generator.get_parameter(part)[:, -count:] = tensor
+
+
+def _append_codes(generator: OffsetGenerator, columns: Tensor) -> None:
+    """Columns in int8 beside others whose rows have a scale already, which must stay.
+
+    A direction may have any length, so it gets one at which the rows' scales suit it; where they do not (a row of `S`
+    that was nearly zero before), some entries are cut off. Rows of zeros take a new scale.
+    """
+    scale = generator.shared_scale.float()
+    largest = LARGEST_CODE * scale
+    ratios = torch.where((largest > 0) & (columns != 0), largest / columns.abs(), torch.inf).sort(1).values
+    best = None
+    for share in CUT_SHARES:
+        length = ratios[:, int(share * (ratios.shape[1] - 1))].unsqueeze(1)
+        scaled = columns * torch.where(length.isinf(), 1.0, length)
+        own = (scaled.abs().amax(-1, keepdim=True) / LARGEST_CODE).to(SCALE_DTYPE)
+        used = torch.where(scale > 0, scale, own.float())
+        codes = torch.where(used > 0, scaled / used, 0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+        likeness = torch.cosine_similarity(codes * used, columns, dim=1).mean().item()
+        if best is None or likeness > best[0]:
+            best = (likeness, codes, used)
+    _, codes, used = best
+    generator.shared[..., -columns.shape[-1] :] = codes.to(torch.int8)
+    generator.shared_scale.copy_(used)
+
+
+def _extend_scale(scale: ScaleGenerator | None, gamma: float, dimension: int) -> ScaleGenerator:
+    weight = torch.zeros(dimension) if scale is None else scale.weight.detach().cpu()
+    bias = torch.ones(()) if scale is None else scale.bias.detach().cpu().clone()
+    return ScaleGenerator(torch.cat([weight, (gamma - bias).reshape(1)]), bias)
+
+
+def _with_rows(generator: OffsetGenerator, rows: Tensor) -> OffsetGenerator:
+    parts = {part: tensor.detach() for part, tensor in generator.named_parameters()}
+    own = {part: tensor[rows] for part, tensor in parts.items() if part.removesuffix(SCALE) == "weight"}
+    return OffsetGenerator.of_parts(generator.layout, parts | own)
+
+
+def _like(recovery: RecoveryModule, other: RecoveryModule) -> RecoveryModule:
+    """On the device of another recovery, trainable as that is."""
+    embedding = other.task_embedding
+    return recovery.to(embedding.device).requires_grad_(embedding.requires_grad).train(other.training)
+
+
+def _slabbed(stack: Tensor, matrix: Tensor) -> Tensor:
+    """A product in float64, without a float64 copy of the whole left side."""
+    return torch.cat([part.double() @ matrix for part in stack.split(SLAB_ROWS, dim=1)], dim=1)
+
+
+def _energy(tensor: Tensor) -> float:
+    return sum(part.double().square().sum().item() for part in tensor.reshape(-1).split(1 << 16))
