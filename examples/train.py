@@ -106,7 +106,7 @@ def evaluate(model: RetexModel, recipe: Recipe) -> None:
     ]
     report = evaluate_model(Predictor(model, preprocessor), tests, experts=recipe.experts, base=recipe.base)
     model.evaluation = report.summary()
-    model.save_pretrained(recipe.output_dir)
+    model.save_description(recipe.output_dir)
     report.save(recipe.output_dir)
     print(f"\n{report}\n")
 

@@ -68,6 +68,36 @@ def write(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def rewrite_description(parts: RetexParts, folder: Path) -> None:
+    """Write again all that is small in a folder; its weights stay as they are, and must be those of `parts`."""
+    folder = check_target(folder)
+    _, section = read_description(folder)
+    if any(section.get(key) != value for key, value in _described_weights(parts).items()):
+        raise ArtifactError(f"{folder} holds the weights of another model: save this one as a whole.")
+    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
+    scratch.mkdir()
+    try:
+        weights = [
+            file
+            for pattern in OWN_FILES
+            for file in folder.glob(pattern)
+            if ".safetensors" in file.suffixes and not file.name.startswith(SIGNATURES)
+        ]
+        for file in weights:
+            _link(file, scratch / file.name)
+        finish(parts, scratch, [scratch / file.name for file in weights], folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _link(file: Path, copy: Path) -> None:
+    """One more name for a file's content, or a copy where the file system has none such."""
+    try:
+        copy.hardlink_to(file.resolve())
+    except OSError:
+        shutil.copy2(file, copy)
+
+
 def finish(parts: RetexParts, scratch: Path, weights: Iterable[Path], folder: Path) -> None:
     """Complete a folder whose `weights` are there already, and move it into place; see `write`."""
     known = set(weights)
@@ -122,15 +152,7 @@ def _write_description(parts: RetexParts, folder: Path) -> None:
     """All files that are small: what the folder is, how tasks are recovered and identified, tokenizers."""
     if parts.side_folder is not None:
         copy_side_files(parts.side_folder, folder)
-    section: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "library": library_of(parts.model).NAME,
-        "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
-        "heads": {
-            task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
-        },
-        "signatures": None,
-    }
+    section: dict[str, Any] = {"format_version": FORMAT_VERSION, **_described_weights(parts), "signatures": None}
     if parts.signatures is not None:
         signatures = parts.signatures
         section["signatures"] = {"feature_layer": signatures.feature_layer}
@@ -149,6 +171,17 @@ def _write_description(parts: RetexParts, folder: Path) -> None:
         (folder / EVALUATION_NAME).write_text(json.dumps(parts.evaluation, indent=2) + "\n", encoding="utf-8")
     text = json.dumps({**parts.config.to_dict(), "artifact": section}, indent=2)
     (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _described_weights(parts: RetexParts) -> dict[str, Any]:
+    """What the configuration says of the weights beside the merged model's."""
+    return {
+        "library": library_of(parts.model).NAME,
+        "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
+        "heads": {
+            task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
+        },
+    }
 
 
 def _recovery_tensors(recovery: RecoveryModule) -> dict[str, Tensor]:

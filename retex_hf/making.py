@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from .config import RetexConfig
 from .errors import ConfigError
 from .model import RetexModel
-from .recipe import Recipe, same_threads
+from .recipe import Recipe, same_threads, signed_task_in_memory
 from .recovery import TrainingConfig
 from .signing import References, sign
 
@@ -81,7 +81,8 @@ def add_task(model: RetexModel, name: str, expert: str, references: References, 
         added = model.add_task(name, expert, references=batches, **options)
     if model.recipe is not None and batches is not None:
         model.recipe["changes"][-1] |= references.to_dict()
-        model.recipe["unrecorded"] = [what for what in model.recipe.get("unrecorded", []) if name not in what]
+        unrecorded = [what for what in model.recipe.get("unrecorded", []) if what != signed_task_in_memory(name)]
+        model.recipe["unrecorded"] = unrecorded
     return added
 
 

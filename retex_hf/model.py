@@ -1,13 +1,9 @@
-"""`RetexModel`: the merged model, its recovery and its signatures behind one model's interface."""
+"""`RetexModel`: built from experts, saved, shared and changed; `RoutedModel` is how it runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,68 +11,43 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_file_size_to_int
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from . import artifact, hub
 from .build import build, build_folder
 from .card import write_card
 from .config import RetexConfig
-from .errors import ConfigError, InputError, RetexError, TaskError
+from .errors import ConfigError, InputError, TaskError
 from .execution import (
-    Assignment,
     ExpertCache,
-    ExpertRunner,
     Group,
-    TrunkRecord,
-    attach_routing,
-    call_method,
-    check_execution,
-    copy_with,
-    parse_task,
     task_index,
     trunk_cost,
 )
 from .folders import check_target
-from .labels import best_label
 from .libraries import as_inputs, library_of, parse_dtype
 from .lora import LoraExport, export_lora
 from .parts import RetexParts
 from .readout import Readout
 from .recipe import signed_in_memory
 from .recovery import TrainingConfig
+from .routed import RoutedModel
 from .routing import (
-    FeatureExtractor,
-    Routing,
     Signatures,
-    WeightScorer,
     WeightSignatures,
     as_batches,
-    decide,
     describe_trunk,
-    feature_blocks,
     fit_signatures,
     keeps_cache,
     noted,
     resolve_feature_layers,
     trunk_parameters,
 )
-from .tasks import AddedTask, Turn, add_task, delete_task
-from .tensor_bank import TensorBank
-from .wrapped import shows_wrapped, without_shared_memory
-
-# Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
-ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
-TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_features)$")
-
-# Models whose recovery is switched off in the current context. Not an attribute of the model: one thread's
-# `disable_adapter()` must not reach into another's call.
-_disabled: ContextVar[frozenset[int]] = ContextVar("retex_disabled", default=frozenset())
+from .tasks import AddedTask, add_task, delete_task
 
 
-class RetexModel(nn.Module):
+class RetexModel(RoutedModel):
     """One merged model that recovers the right expert for every row of a batch.
 
     Build it with [`from_experts`], teach it to tell tasks apart with [`fit_signatures`], keep it with
@@ -104,46 +75,8 @@ class RetexModel(nn.Module):
     """
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
-        super().__init__()
-        self._turn = Turn()
-        self._active_task: str | None = None
-        self._cache = ExpertCache(_parse_size(expert_cache))
-        self.execution = execution
-        self._adopt(parts)
+        super().__init__(parts, expert_cache=expert_cache, execution=execution)
         _register_pipelines()
-        self.eval()
-
-    def _adopt(self, parts: RetexParts) -> None:
-        self.retex_config = parts.config
-        self.model = parts.model
-        self.recovery = parts.recovery
-        self.heads = TensorBank(parts.heads)
-        self.pretrained = TensorBank({"base": parts.pretrained})
-        self.signatures = parts.signatures
-        self.recovery_errors = parts.errors
-        self.training_history = parts.history
-        self.recipe = parts.recipe
-        self.evaluation = parts.evaluation
-        self._side_folder = parts.side_folder
-
-    def _frozen(self) -> RetexModel:
-        """The model as it is at this moment, for one call: tasks that come or go meanwhile do not reach into it."""
-        frozen = object.__new__(type(self))
-        with self._turn:
-            frozen.__dict__.update(self.__dict__, _modules=dict(self._modules))
-        return frozen
-
-    def _exchange(self, old: RetexParts, new: RetexParts) -> None:
-        """Take new parts in the place of old ones, all at once."""
-        with self._turn:
-            current = (self.retex_config, self.recovery, self.signatures)
-            if any(a is not b for a, b in zip(current, (old.config, old.recovery, old.signatures), strict=True)):
-                raise RetexError("The model was changed by another thread meanwhile, so nothing was done: try again.")
-            self._adopt(new)
-            # Calls that are running go on with the cache they know, and leave nothing in this one.
-            self._cache = self._cache.emptied()
-            if self._active_task not in self.tasks:
-                self._active_task = None
 
     # ---- build, save, load -------------------------------------------------------------------------------------------
 
@@ -235,30 +168,11 @@ class RetexModel(nn.Module):
         if is_main_process:
             artifact.write(self.parts(), Path(save_directory), max_shard_size)
 
-    def create_or_update_model_card(self, save_directory: str | Path) -> None:
-        """Write the model card (`README.md`) of a saved model, with figures, or bring it up to date.
-
-        Sections and metadata that the library wrote are replaced; what a person wrote, changed or took out stays so.
-        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
-        already: drawing takes longer than saving.)
-        """
-        write_card(self.parts(), check_target(Path(save_directory)), figures=True)
-
-    def parts(self) -> RetexParts:
-        frozen = self._frozen()
-        return RetexParts(
-            config=frozen.retex_config,
-            model=frozen.model,
-            recovery=frozen.recovery,
-            heads=frozen.heads.as_dict(frozen.tasks),
-            errors=frozen.recovery_errors,
-            signatures=frozen.signatures,
-            pretrained=frozen.pretrained.as_dict(["base"])["base"],
-            side_folder=frozen._side_folder,
-            history=frozen.training_history,
-            recipe=frozen.recipe,
-            evaluation=frozen.evaluation,
-        )
+    def save_description(self, save_directory: str | Path) -> None:
+        """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
+        measured figures and card. For after [`fit_signatures`] or an evaluation; weights are not written again, and
+        must not have changed since."""
+        artifact.rewrite_description(self.parts(), Path(save_directory))
 
     @classmethod
     def from_pretrained(
@@ -358,7 +272,16 @@ class RetexModel(nn.Module):
             commit_message=commit_message,
         )
 
-    # ---- identification ----------------------------------------------------------------------------------------------
+    def create_or_update_model_card(self, save_directory: str | Path) -> None:
+        """Write the model card (`README.md`) of a saved model, with figures, or bring it up to date.
+
+        Sections and metadata that the library wrote are replaced; what a person wrote, changed or took out stays so.
+        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
+        already: drawing takes longer than saving.)
+        """
+        write_card(self.parts(), check_target(Path(save_directory)), figures=True)
+
+    # ---- signatures --------------------------------------------------------------------------------------------------
 
     def fit_signatures(
         self, references: Mapping[str, Iterable[Any]] | Iterable[Any], *, progress: bool = True
@@ -421,143 +344,12 @@ class RetexModel(nn.Module):
         if progress:
             print(describe_trunk(self.retex_config.trunk, self.signatures.feature_layer))
 
-    def _trunk_blocks(self) -> list[str]:
-        """Blocks whose outputs a feature pass hands on to the experts."""
-        trunk, layer = self.retex_config.trunk, getattr(self.signatures, "feature_layer", None)
-        if trunk is None or not trunk["replayed"] or layer is None:
-            return []
-        blocks = self._cache.get("blocks", lambda: feature_blocks(self.model))
-        return blocks[: blocks.index(layer) + 1] if layer in blocks else [layer]
-
     def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
         if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):
             raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
         return map(partial(as_inputs, self.model), as_batches(batches))
 
-    def _extractor(self, layers: list[str]) -> FeatureExtractor:
-        pretrained = self.pretrained.as_dict(["base"])["base"]
-        model = copy_with(self.model, pretrained).eval()
-        return FeatureExtractor(model, layers, self.retex_config.feature_pooling, self._trunk_blocks())
-
-    def _scorer(self) -> WeightScorer:
-        last = resolve_feature_layers(self.model, self.retex_config)[-1]
-        return WeightScorer(self._extractor([last]), self.recovery)
-
-    def identify(self, *args: Any, **inputs: Any) -> Routing:
-        """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
-        if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
-            return self._frozen()._identify(as_inputs(self.model, args[0]))[0]
-        return self._frozen()._identify(self._bind("forward", args, inputs))[0]
-
-    def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
-        """The routing of a batch, and what a shared trunk computed on the way."""
-        signatures, record = self.signatures, None
-        if self.retex_config.signatures == "weights":
-            scores = self._cache.get("features", self._scorer)(inputs)
-            residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
-        elif signatures is None:
-            raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
-        else:
-            layer = signatures.feature_layer
-            extractor = self._cache.get("features", lambda: self._extractor([layer]))
-            features, outputs = extractor.record(inputs)
-            residuals = signatures.to(features[layer].device).residuals(features[layer])
-            if self._trunk_blocks():
-                record = TrunkRecord(outputs, len(residuals))
-        return decide(residuals, self.tasks, self.retex_config.routing, self.retex_config.temperature), record
-
-    # ---- use ---------------------------------------------------------------------------------------------------------
-
-    @shows_wrapped
-    def forward(self, *args: Any, task: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        """The wrapped model's `forward`, every row on its own expert."""
-        if labels is not None:  # an argument of its own, because `Trainer` looks for its name in the class
-            kwargs["labels"] = labels
-            if self.training and torch.is_grad_enabled() and not self.get_nb_trainable_parameters()[0]:
-                raise RetexError(
-                    "No parameter of this model can be trained: load it with from_pretrained(..., is_trainable=True)."
-                )
-        return self._frozen()._routed("forward", args, kwargs, task)
-
-    def predict(self, *args: Any, task: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
-        """For classifiers: the task, the label and its score, for every row."""
-        frozen = self._frozen()
-        output = frozen.forward(*args, task=task, **kwargs)
-        labels = frozen.retex_config.labels
-        logits = output.get("logits") if isinstance(output, ModelOutput) else None
-        if not labels or logits is None or logits.ndim != 2:
-            raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
-        if output.routing is None:
-            raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
-        read = [best_label(row, labels[name]) for name, row in zip(output.routing.tasks, logits, strict=True)]
-        rows = zip(output.routing.tasks, read, strict=True)
-        return [{"task": name, "label": label, "score": score} for name, (label, score) in rows]
-
-    def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
-        kwargs = self._bind(method, args, kwargs)
-        recovered = id(self._turn) not in _disabled.get()
-        task = self._active_task if task is None and recovered else task
-        if task is None and not recovered:
-            return attach_routing(call_method(self.model, method, kwargs), None)
-        runner = self._runner()
-        if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
-            self._require_shared_text_tower(method)
-            return attach_routing(call_method(self.model, method, kwargs), None)
-        if method == "generate" and isinstance(task, str) and not any(isinstance(v, Tensor) for v in kwargs.values()):
-            rows = 1  # transformers starts one row from the BOS token
-        else:
-            rows = runner.count_rows(kwargs)
-        if rows == 0:
-            raise InputError("The batch has no rows.")
-        record = None
-        if task is None:
-            routing, record = self._identify(kwargs)
-            assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
-        else:
-            assignment = parse_task(task, self.tasks, rows)
-            names = [self.tasks[index] for index in assignment.task_ids.tolist()]
-            routing = Routing(assignment.task_ids, names, assignment.weights)
-        if self.retex_config.labels:
-            routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
-        # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
-        widen = not isinstance(task, str)
-        output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)
-        return attach_routing(output, routing)
-
-    def _require_shared_text_tower(self, method: str) -> None:
-        own = [name for name in self.recovery if library_of(self.model).is_text_parameter(name)]
-        if own:
-            raise TaskError(
-                f"{method} cannot tell the task from a text, and the experts differ in their text tower ({own[0]!r}): "
-                "name the task with task=."
-            )
-
-    def _bind(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Positional arguments under their names."""
-        if not args:
-            return kwargs
-        names = list(inspect.signature(getattr(self.model, method)).parameters)
-        if len(args) > len(names):
-            raise InputError(f"{method} takes at most {len(names)} positional arguments, not {len(args)}.")
-        for name in names[: len(args)]:
-            if name in kwargs:
-                raise InputError(f"{method} got {name!r} twice.")
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
-    def _runner(self, cache: ExpertCache | None = None) -> ExpertRunner:
-        return ExpertRunner(
-            model=self.model,
-            library=library_of(self.model),
-            recovery=self.recovery,
-            tasks=self.tasks,
-            heads=self.heads.as_dict(self.tasks),
-            labels=self.retex_config.labels,
-            cache=self._cache if cache is None else cache,
-            execution=self.execution,
-            trunk=self._trunk_blocks(),
-        )
-
-    # ---- tasks come and go -------------------------------------------------------------------------------------------
+    # ---- tasks -------------------------------------------------------------------------------------------------------
 
     def add_task(
         self,
@@ -637,62 +429,7 @@ class RetexModel(nn.Module):
         parts = self.parts()
         self._exchange(parts, delete_task(parts, name))
 
-    # ---- PEFT's verbs ------------------------------------------------------------------------------------------------
-
-    @property
-    def tasks(self) -> list[str]:
-        """Names of the tasks, in the order of their ids."""
-        return self.retex_config.tasks
-
-    @property
-    def side_folder(self) -> Path | None:
-        """Where tokenizer and processor files lie that are saved with the model: the folder it was loaded from, or
-        that of its base."""
-        return self._side_folder
-
-    @property
-    def execution(self) -> str:
-        """How a batch of several tasks runs: `"grouped"` (one recovered expert after the other), `"mixed"` (all rows in
-        one pass of the merged model, each with its own offsets beside it), or `"auto"` (what a cost model says is
-        cheaper; both give the same outputs). Weights that are quantised or offloaded always run mixed."""
-        return self._execution
-
-    @execution.setter
-    def execution(self, value: str) -> None:
-        self._execution = check_execution(value)
-
-    @property
-    def expert_cache(self) -> ExpertCache:
-        """The recovered experts at hand, and how well that works.
-
-        >>> model.expert_cache  # doctest: +SKIP
-        ExpertCache(2 experts, 703463424 of 2000000000 bytes, hits=61, misses=2, evictions=0)
-        """
-        return self._cache
-
-    @property
-    def active_adapter(self) -> str | None:
-        """The task that calls without `task=` use, or None while they are routed."""
-        return self._active_task
-
-    def set_adapter(self, task: str | None) -> None:
-        """Pin one task for all calls that do not name one; None goes back to routing."""
-        if task is not None:
-            task_index(task, self.tasks)
-        self._active_task = task
-
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """Within this context the model is the plain merged model; `task=` still selects the head of a task."""
-        token = _disabled.set(_disabled.get() | {id(self._turn)})
-        try:
-            yield
-        finally:
-            _disabled.reset(token)
-
-    def get_base_model(self) -> nn.Module:
-        """The wrapped (merged) model. Hooks registered on it act on the experts that are recovered afterwards."""
-        return self.model
+    # ---- one expert, apart -------------------------------------------------------------------------------------------
 
     def recover(self, task: str) -> dict[str, Tensor]:
         """The state dict of a recovered expert, under the wrapped model's names."""
@@ -731,6 +468,8 @@ class RetexModel(nn.Module):
         runner = dataclasses.replace(runner, trunk=[], cache=cache)
         return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
 
+    # ---- trainable parameters ----------------------------------------------------------------------------------------
+
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trainable and of all parameters."""
         counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
@@ -743,56 +482,9 @@ class RetexModel(nn.Module):
             f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
         )
 
-    @property
-    def generation_config(self) -> Any:
-        """The wrapped model's generation settings; assigning new ones reaches every expert."""
-        return self.model.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        self.model.generation_config = value
-
-    # ---- nn.Module ---------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> RetexModel:
-        """As `nn.Module.train`. In training mode gradients reach the recovery module through the experts."""
-        if mode != self.training:
-            self._cache.clear()  # experts were recovered from what training is about to change, or has changed
-        return super().train(mode)
-
-    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""
-        tensors = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
-        return tensors if keep_vars else without_shared_memory(tensors)
-
-    def _apply(self, fn, recurse: bool = True):
-        self._cache.clear()
-        return super()._apply(fn, recurse)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":  # not set yet: looking further would recurse
-                raise
-        value = getattr(self.model, name)
-        if ENTRY_POINT.match(name) and callable(value):
-            return partial(self._entry_point, name)
-        return value
-
-    def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
-        return self._frozen()._routed(method, args, kwargs, task)
-
 
 def _register_pipelines() -> None:
     """Once there is a model, `transformers.pipeline` takes it."""
     from .pipelines import register_pipelines  # which knows this class
 
     register_pipelines()
-
-
-def _parse_size(size: str | int) -> int:
-    try:
-        return convert_file_size_to_int(size)
-    except ValueError:
-        raise ConfigError(f'expert_cache must be a number of bytes or a size such as "2GB", not {size!r}.') from None

@@ -186,6 +186,11 @@ def describe_build(
     return recipe.stored()
 
 
+def signed_task_in_memory(task: str) -> str:
+    """How a recipe says that one task was signed so when it was added."""
+    return f"sign task {task!r} with batches in memory"
+
+
 def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
     """The recipe of a model whose signatures were fitted on batches that no recipe can name."""
     if recipe is None:

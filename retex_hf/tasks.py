@@ -6,7 +6,6 @@ Parts go in, new parts come out; what went in stays as it is, so that calls whic
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +36,7 @@ from .execution import ExpertCache, ExpertRunner, copy_with, task_index, trunk_c
 from .execution.choice import find_fixed
 from .libraries import as_inputs, library_of
 from .parts import RetexParts
+from .recipe import signed_task_in_memory
 from .recovery import Layout, plan_layout
 from .recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from .recovery.shapes import MATRIX
@@ -88,22 +88,6 @@ class AddedTask:
         return "\n".join(lines)
 
 
-class Turn:
-    """A lock around the parts of a model. A copy of the model gets one of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple:
-        return Turn, ()
-
-
 def add_task(
     parts: RetexParts,
     name: str,
@@ -122,7 +106,7 @@ def add_task(
     _check_request(parts, name, expert, references, tolerance)
     inventory = take_inventory(parts.model)
     source = open_source(expert, f"expert {name!r}", adapters=True, token=token, cache_dir=cache_dir)
-    experts = _open_expert(parts, name, source, _open_base(source, base, token, cache_dir), inventory)
+    experts = _open_expert(parts, name, source, _open_base(parts, source, base, token, cache_dir), inventory)
     if check_base:
         check_related(experts, inventory.shapes)
     checkpoint = experts.experts[name]
@@ -251,12 +235,13 @@ def _check_request(
         )
 
 
-def _open_base(source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
-    """The base that an adapter is laid over."""
+def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
+    """The base that an adapter is laid over: by default the one that the model was built from."""
     if not isinstance(source, AdapterSource):
         if base is not None:
             raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
         return None
+    base = (parts.recipe or {}).get("base") if base is None else base
     if base is None:
         raise CheckpointError(f"{source.label} is an adapter: say with base= which model it was trained on.")
     return open_source(base, "the base", token=token, cache_dir=cache_dir)
@@ -422,7 +407,7 @@ def _add_to_recipe(
     change |= {} if check_base else {"check_base": False}
     recipe = _changed(parts.recipe, change)
     if recipe is not None and parts.signatures is not None:
-        recipe["unrecorded"] = [*recipe.get("unrecorded", []), f"sign task {name!r} with batches in memory"]
+        recipe["unrecorded"] = [*recipe.get("unrecorded", []), signed_task_in_memory(name)]
     return recipe
 
 

@@ -272,3 +272,37 @@ def test_integer_factors_are_refused(folder):
     save_file(tensors, path)
     with pytest.raises(ArtifactError, match=r"asks for torch\.float32"):
         RetexModel.from_pretrained(folder)
+
+
+def test_a_description_is_written_again_without_the_weights(model, tmp_path):
+    folder = tmp_path / "retex"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    weights = {file.name: file.stat().st_ino for file in folder.glob("*.safetensors")}
+    loaded = RetexModel.from_pretrained(folder)
+    loaded.fit_signatures({task: [tokens(12)] for task in TASKS}, progress=False)
+    loaded.recipe = {"base": "b", "experts": {"a": "e"}}
+    (folder / "mine.txt").write_text("kept")
+    loaded.save_description(folder)
+    inputs = tokens(6)
+    again = RetexModel.from_pretrained(folder)
+    assert torch.equal(again.identify(**inputs).residuals, loaded.identify(**inputs).residuals)
+    assert again.recipe == loaded.recipe
+    assert (folder / "mine.txt").read_text() == "kept"
+    after = {file.name: file.stat().st_ino for file in folder.glob("*.safetensors")}
+    assert len(weights) > 3
+    # The very files, not copies of them.
+    assert {name: node for name, node in after.items() if "signatures" not in name} == {
+        name: node for name, node in weights.items() if "signatures" not in name
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["retex"]
+
+
+def test_a_description_of_another_model_is_refused(model, tmp_path):
+    folder = tmp_path / "retex"
+    model.save_pretrained(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    loaded = RetexModel.from_pretrained(folder)
+    loaded.delete_task(TASKS[0])
+    with pytest.raises(ArtifactError, match="holds the weights of another model"):
+        loaded.save_description(folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -115,7 +115,7 @@ class EvalOptions(Options):
             report.save(self.results_dir)
         if self.save:
             model.evaluation = report.summary()
-            model.save_pretrained(self.artifact)
+            model.save_description(self.artifact)
         print(json.dumps(report.summary(), indent=2) if self.json else report)
         if self.save and not self.json:
             print(f"\nKept in {self.artifact}, and on its card.")

@@ -62,7 +62,10 @@ class SignOptions(Options):
             model.recipe["config"] = {**model.recipe.get("config", {}), **given}
         accuracies = sign(model, references, inputs=inputs, progress=self.progress)
         target = self.output_dir or self.artifact
-        model.save_pretrained(target)
+        if self.output_dir is not None or model.retex_config.shared_trunk:  # which drops weights
+            model.save_pretrained(target)
+        else:
+            model.save_description(target)
         if accuracies:
             rows = [[layer, percent(share)] for layer, share in accuracies.items()]
             print(Table(["layer", "identified, held out (%)"], rows).text())
