@@ -57,8 +57,10 @@ def make(
         sign(model, references, inputs=inputs, progress=progress)
     for change in recipe.changes:
         apply_change(model, change, token=token, cache_dir=cache_dir, progress=progress)
-    if recipe.output_dir and (inputs or recipe.changes):
+    if recipe.output_dir and (recipe.changes or config.shared_trunk):
         model.save_pretrained(recipe.output_dir)
+    elif recipe.output_dir and inputs:
+        model.save_description(recipe.output_dir)
     return model
 
 
