@@ -1,4 +1,4 @@
-"""`python -m retex_hf.cli`, which is also what `accelerate launch -m` takes."""
+"""`python -m retex_hf.cli`, where scripts of the environment are not on the path."""
 
 import sys
 
