@@ -83,8 +83,8 @@ def add_task(model: RetexModel, name: str, expert: str, references: References, 
         added = model.add_task(name, expert, references=batches, **options)
     if model.recipe is not None and batches is not None:
         model.recipe["changes"][-1] |= references.to_dict()
-        unrecorded = [what for what in model.recipe.get("unrecorded", []) if what != signed_task_in_memory(name)]
-        model.recipe["unrecorded"] = unrecorded
+        unrecorded = [what for what in model.recipe.pop("unrecorded", []) if what != signed_task_in_memory(name)]
+        model.recipe |= {"unrecorded": unrecorded} if unrecorded else {}
     return added
 
 

@@ -6,7 +6,7 @@ An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
@@ -184,6 +184,21 @@ def describe_build(
         made_with={name: version(name) for name in PACKAGES},
     )
     return recipe.stored()
+
+
+def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str, str]:
+    """The data of those tasks that a recipe names data for, in the build or in later changes.
+
+    >>> from retex_hf.recipe import known_data
+    >>> changes = [{"add": "b", "expert": "x", "data": {"b": "b.txt"}}, {"remove": "c"}]
+    >>> known_data({"data": {"a": "a.txt", "c": "c.txt"}, "changes": changes}, ["a", "b"])
+    {'a': 'a.txt', 'b': 'b.txt'}
+    """
+    recipe = recipe or {}
+    found = dict(recipe.get("data", {}))
+    for change in recipe.get("changes", []):
+        found |= change.get("sign", change).get("data", {})
+    return {task: found[task] for task in tasks if task in found}
 
 
 def signed_task_in_memory(task: str) -> str:

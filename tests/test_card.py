@@ -172,6 +172,13 @@ def test_without_evaluation_and_signatures_it_says_so(tmp_path):
     assert "model-index" not in ModelCard.load(tmp_path / "bare" / "README.md").data.to_dict()
 
 
+def test_a_recipe_that_is_not_the_whole_story_says_so(model, tmp_path):
+    model.recipe = {"base": "org/base", "experts": {"red": "a"}, "unrecorded": ["fit signatures on batches in memory"]}
+    model.save_pretrained(tmp_path / "retex")
+    text = sections(card_in(tmp_path / "retex"))["recipe"]
+    assert "again, from this recipe, but for what no recipe can record (fit signatures on batches in memory):" in text
+
+
 def test_the_same_model_has_the_same_card_and_no_path(model, saved, tmp_path):
     for parent in ("one", "two"):
         model.save_pretrained(tmp_path / parent / "my-retex")

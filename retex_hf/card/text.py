@@ -49,6 +49,7 @@ def context(
         "recipe": None
         if parts.recipe is None
         else _fenced(yaml.safe_dump(parts.recipe, sort_keys=False, allow_unicode=True).strip(), "yaml"),
+        "unrecorded": [plain(str(what)) for what in (parts.recipe or {}).get("unrecorded", [])],
         "provenance_table": _provenance_table(config),
     }
 

@@ -13,6 +13,7 @@ from ..evaluation.artifact import evaluate_model, sample_rows
 from ..model import RetexModel
 from ..predictor import PROMPT, Predictor
 from ..preprocess import load_preprocessor
+from ..recipe import known_data
 from .options import POSITIONAL, Options
 from .reading import read_classes
 
@@ -73,7 +74,7 @@ class EvalOptions(Options):
     def run(self) -> None:
         model = RetexModel.from_pretrained(self.artifact)
         recipe = model.recipe or {}
-        data = self.data or recipe.get("data")
+        data = self.data or known_data(recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {model.tasks}.")
         if self.save and not Path(self.artifact).is_dir():

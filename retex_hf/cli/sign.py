@@ -9,6 +9,7 @@ from typing import Annotated
 from ..errors import ConfigError
 from ..evaluation.tables import Table, percent
 from ..model import RetexModel
+from ..recipe import known_data
 from ..signing import References, sign
 from .options import POSITIONAL, Options
 
@@ -50,7 +51,7 @@ class SignOptions(Options):
 
     def run(self) -> None:
         model = RetexModel.from_pretrained(self.artifact)
-        data = self.data or (model.recipe or {}).get("data")
+        data = self.data or known_data(model.recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")
         references = References(data, self.split, self.input_column, self.max_length, self.seed)
