@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 
 from families import TEXT
-from helpers import perturb
+from helpers import make_experts, perturb
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
 WORDS = 30
+
+
+def make_encoders(folder: Path) -> Path:
+    """`base` and one folder per task: encoders without heads."""
+    base = BertModel(BertConfig(**TEXT)).eval()
+    base.save_pretrained(folder / "base")
+    for task, expert in make_experts(base).items():
+        expert.save_pretrained(folder / task)
+    return folder
 
 
 def make_classifiers(folder: Path, widths: dict[str, int]) -> Path:

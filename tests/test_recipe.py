@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from families import TEXT
-from helpers import make_experts
-from transformers import BertConfig, BertModel
+from classifiers import make_encoders
+from transformers import BertModel
 
 from retex_hf import ConfigError, RetexConfig, RetexModel, TrainingConfig
 from retex_hf.making import differences, make
@@ -18,13 +17,8 @@ from retex_hf.recipe import Recipe, describe_build, same_threads
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    base = BertModel(BertConfig(**TEXT)).eval()
-    base.save_pretrained(folder / "base")
-    for task, expert in make_experts(base).items():
-        expert.save_pretrained(folder / task)
-    return folder
+    return make_encoders(tmp_path_factory.mktemp("models"))
 
 
 def test_defaults_are_not_written():

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from tqdm.auto import tqdm
+
 from ..errors import InputError
 from ..evaluation.tables import Table
 from ..model import RetexModel
@@ -82,7 +84,7 @@ class PredictOptions(Options):
             inputs = read_inputs(sources, predictor.preprocessor.kind, self.input_column)
         records = self._records(predictor, inputs)
         if (self.format or ("table" if sys.stdout.isatty() else "jsonl")) == "table":
-            self._print_table(list(records))
+            self._print_table(list(tqdm(records, unit="input", disable=not self.progress)))
         else:
             for record in records:
                 print(json.dumps(record, ensure_ascii=False), flush=True)

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from classifiers import make_classifiers
-from families import TEXT
-from helpers import launcher, make_experts
+from classifiers import make_classifiers, make_encoders
+from helpers import launcher
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel
 
 from retex_hf import RetexModel
 from retex_hf.recovery.processes import deal
@@ -33,13 +31,8 @@ def test_work_is_dealt_by_cost():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    base = BertModel(BertConfig(**TEXT)).eval()
-    base.save_pretrained(folder / "base")
-    for task, expert in make_experts(base).items():
-        expert.save_pretrained(folder / task)
-    return folder
+    return make_encoders(tmp_path_factory.mktemp("models"))
 
 
 def command(folders: Path, output: Path, processes: int, *flags: str) -> list[str]:
