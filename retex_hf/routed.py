@@ -27,6 +27,7 @@ from .execution import (
     call_method,
     check_execution,
     copy_with,
+    in_own_dtypes,
     parse_task,
     task_index,
 )
@@ -165,7 +166,7 @@ class RoutedModel(nn.Module):
 
     def _extractor(self, layers: list[str]) -> FeatureExtractor:
         pretrained = self.pretrained.as_dict(["base"])["base"]
-        model = copy_with(self.model, pretrained).eval()
+        model = copy_with(self.model, in_own_dtypes(self.model, pretrained)).eval()
         return FeatureExtractor(model, layers, self.retex_config.feature_pooling, self._trunk_blocks())
 
     def _scorer(self) -> WeightScorer:
@@ -307,9 +308,10 @@ class RoutedModel(nn.Module):
 
     def set_adapter(self, task: str | None) -> None:
         """Pin one task for all calls that do not name one; None goes back to routing."""
-        if task is not None:
-            task_index(task, self.tasks)
-        self._active_task = task
+        with self._turn:  # which delete_task has while it looks whether its task is pinned
+            if task is not None:
+                task_index(task, self.tasks)
+            self._active_task = task
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -345,6 +347,10 @@ class RoutedModel(nn.Module):
         """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""
         tensors = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
         return tensors if keep_vars else without_shared_memory(tensors)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._cache.clear()  # of experts that were recovered from what is about to be replaced
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):
         self._cache.clear()

@@ -32,7 +32,7 @@ from .checkpoints import (
 )
 from .config import matches
 from .errors import CheckpointError, ConfigError, RetexError, TaskError, shorten
-from .execution import ExpertCache, ExpertRunner, copy_with, task_index, trunk_cost
+from .execution import ExpertCache, ExpertRunner, copy_with, in_own_dtypes, task_index, trunk_cost
 from .execution.choice import find_fixed
 from .libraries import as_inputs, library_of
 from .parts import RetexParts
@@ -344,7 +344,7 @@ def _as_inputs(parts: RetexParts, references: Iterable[Any]) -> Iterator[dict[st
 
 
 def _extractor(parts: RetexParts, layer: str) -> FeatureExtractor:
-    model = copy_with(parts.model, parts.pretrained).eval()
+    model = copy_with(parts.model, in_own_dtypes(parts.model, parts.pretrained)).eval()
     return FeatureExtractor(model, [layer], parts.config.feature_pooling)
 
 

@@ -3,7 +3,7 @@
 from .assignment import Assignment, Group, parse_task, task_index
 from .batching import Joiner, Splitter, count_rows
 from .choice import check_execution
-from .experts import ExpertCache, copy_with, expert_bytes, is_plain, recover_tensors
+from .experts import ExpertCache, copy_with, expert_bytes, in_own_dtypes, is_plain, recover_tensors
 from .outputs import attach_routing
 from .runner import ExpertRunner, call_method
 from .sharing import trunk_cost
@@ -23,6 +23,7 @@ __all__ = [
     "copy_with",
     "count_rows",
     "expert_bytes",
+    "in_own_dtypes",
     "is_plain",
     "parse_task",
     "recover_tensors",

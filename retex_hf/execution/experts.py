@@ -91,6 +91,12 @@ def copy_with(
     return expert
 
 
+def in_own_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in the dtypes of the model's own, which may have been loaded in another than it was saved in."""
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    return {name: tensor.to(own.get(name, tensor.dtype)) for name, tensor in tensors.items()}
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a parameter holds plain numbers: not offloaded, not quantised."""
     return not tensor.is_meta and tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
