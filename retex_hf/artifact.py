@@ -22,7 +22,7 @@ from .card import write_card
 from .checkpoints.sources import Source, open_files, weight_files
 from .config import CONFIG_NAME, RetexConfig, read_config_file
 from .errors import ArtifactError, CheckpointError, ConfigError, first_line, shorten
-from .execution import is_plain
+from .execution import in_own_dtypes, is_plain
 from .folders import check_target, move_into_place
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
@@ -46,6 +46,8 @@ OWN_FILES = (
     "retex_*", "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
     "open_clip_config.json", "open_clip_model.safetensors",
 )  # fmt: skip
+# What else shows that a folder holds a model already.
+FOREIGN_MODELS = ("adapter_config.json", "pytorch_model*.bin", "open_clip_pytorch_model.bin")
 
 
 def write(
@@ -55,7 +57,7 @@ def write(
 
     `name` and `figures` are those of `write_card`.
     """
-    folder = check_target(folder)
+    folder = check_replaceable(folder)
     scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     scratch.mkdir()
     try:
@@ -66,6 +68,19 @@ def write(
         move_into_place(scratch, folder, OWN_FILES)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_replaceable(folder: Path) -> Path:
+    """The absolute path of a folder to save into; one that holds a model of its own, and no artifact, is refused."""
+    folder = check_target(folder)
+    if not (folder / CONFIG_NAME).exists():
+        found = sorted(file.name for pattern in (*OWN_FILES, *FOREIGN_MODELS) for file in folder.glob(pattern))
+        if found:
+            raise ArtifactError(
+                f"{folder} holds {found[0]}, of a model that is no ReTeX artifact and would be lost: expected a folder "
+                "of its own for the artifact."
+            )
+    return folder
 
 
 def rewrite_description(parts: RetexParts, folder: Path) -> None:
@@ -253,7 +268,7 @@ def read(folder: Path, **load_options: Any) -> RetexParts:
         pretrained = {name: source.read(name) for name in source.infos}
     model = _load_model(folder, section["library"], load_options)
     _check_fits(folder, model, recovery, heads, pretrained)
-    heads, pretrained = {task: _like_own(model, head) for task, head in heads.items()}, _like_own(model, pretrained)
+    heads = {task: in_own_dtypes(model, head) for task, head in heads.items()}
     history = read_beside(folder / TRAINING_NAME, list) or []
     recipe = read_beside(folder / RECIPE_NAME, dict)
     evaluation = read_beside(folder / EVALUATION_NAME, dict)
@@ -283,12 +298,6 @@ def _load_model(folder: Path, library: str, load_options: dict[str, Any]) -> nn.
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)
-
-
-def _like_own(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in the dtype of the model's own, which may have been loaded in another than it was saved in."""
-    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    return {name: tensor.to(own.get(name, tensor.dtype)) for name, tensor in tensors.items()}
 
 
 def _open(folder: Path, stem: str) -> Source:

@@ -40,7 +40,7 @@ from .config import RetexConfig, matches
 from .errors import ArtifactError, CheckpointError, ConfigError
 from .estimate import BuildEstimate, estimate_build
 from .expert_weights import ExpertWeights
-from .folders import check_target, workshop, workshop_of
+from .folders import workshop, workshop_of
 from .libraries import hf_transformers, library_of, openclip
 from .merged import FileTensors, MergedTensors, ModelTensors, copy_on_meta, resize_tensors
 from .merging import Merger, check_calibration, get_merger, learn_options, merge_methods, options_to_learn
@@ -210,7 +210,8 @@ def build_folder(
     """
     _check_solver(solver, training)
     _check_calibration(config, calibration, readout)
-    target = check_target(Path(output_dir))
+    target = artifact.check_replaceable(Path(output_dir))
+    _check_apart(target, base, experts, config)
     main = accelerator is None or accelerator.is_main_process
     if solver == "adam":
         parts = build(
@@ -260,6 +261,17 @@ def build_folder(
             accelerator.wait_for_everyone()
         if main:
             artifact.finish(parts, folder, store.files, target)
+
+
+def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
+    """Refuse to build over what is built from: an artifact may itself be the base of another."""
+    check_tasks(experts)
+    sources = {"the base": base, "the merged checkpoint": _merge_checkpoint(config)}
+    for label, spec in {**sources, **{f"expert {task!r}": expert for task, expert in experts.items()}}.items():
+        if isinstance(spec, (str, Path)):
+            path = Path(str(spec).removeprefix("local-dir:")).expanduser().resolve()
+            if target in (path, path.parent if path.is_file() else path):
+                raise ArtifactError(f"{target} is where {label} is: expected another folder for the artifact.")
 
 
 def _check_solver(solver: str, training: TrainingConfig | None) -> None:

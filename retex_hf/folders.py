@@ -23,7 +23,10 @@ def check_target(folder: Path) -> Path:
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise ArtifactError(f"{folder} is a file; expected a folder to save into.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ArtifactError(f"{folder} cannot be made: a part of its path is a file.") from None
     return folder
 
 

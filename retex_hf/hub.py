@@ -88,6 +88,10 @@ def _is_own(path: str) -> bool:
 def find_artifact(name_or_path: str | Path, *, token: str | None = None, **download_options: Any) -> Path:
     """The local folder of an artifact: a path, or a Hub id, which is downloaded."""
     folder = Path(name_or_path).expanduser()
+    if folder.is_file():
+        raise ArtifactError(f"{folder} is a file: expected the folder of an artifact.")
+    if folder.is_dir() and download_options.get("revision") is not None:
+        raise ArtifactError(f"{folder} is a local folder, which has no revision {download_options['revision']!r}.")
     if not folder.is_dir():
         if isinstance(name_or_path, Path) or str(name_or_path).startswith(("/", ".", "~")):
             raise ArtifactError(f"{folder} does not exist.")

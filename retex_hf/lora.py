@@ -161,13 +161,27 @@ def make_plan(model: nn.Module, changed: list[str], heads: list[str], scope: str
     if scope == "linear":
         plan = _plan_linear(model, changed, heads)
     else:
-        plans = [_plan(model, changed, heads, scope, with_bias) for with_bias in (False, True)]
-        plan = min(plans, key=lambda plan: (len(plan.left), _numbers(model, plan)))
+        plan = _smallest_plan(model, changed, heads, scope)
+        if not plan.lora and not plan.stacks and not _adaptable(model, plan):
+            # All layers are in modules that are saved whole for the sake of a parameter of their own (BEiT's).
+            plan = _smallest_plan(model, changed, heads, scope, with_layers=False)
     if not plan.lora and not plan.stacks:
         # peft refuses an adapter that adapts nothing (of experts that differ in their heads alone): factors of zero.
-        layers = (name for name, _ in model.named_modules() if name and _kind(model, name, "weight") == LINEAR)
-        plan.lora.update([name for name in layers if name not in plan.saved][:1])
+        plan.lora.update(_adaptable(model, plan)[:1])
     return plan
+
+
+def _smallest_plan(
+    model: nn.Module, changed: list[str], heads: list[str], scope: str, with_layers: bool = True
+) -> _Plan:
+    plans = [_plan(model, changed, heads, scope, with_bias, with_layers) for with_bias in (False, True)]
+    return min(plans, key=lambda plan: (len(plan.left), _numbers(model, plan)))
+
+
+def _adaptable(model: nn.Module, plan: _Plan) -> list[str]:
+    """Linear layers that are not saved whole."""
+    layers = [name for name, _ in model.named_modules() if name and _kind(model, name, "weight") == LINEAR]
+    return [name for name in layers if name not in plan.saved and not _inside(name, plan.saved)]
 
 
 def _plan_linear(model: nn.Module, changed: list[str], heads: list[str]) -> _Plan:
@@ -184,11 +198,15 @@ def _plan_linear(model: nn.Module, changed: list[str], heads: list[str]) -> _Pla
     return plan
 
 
-def _plan(model: nn.Module, changed: list[str], heads: list[str], scope: str, with_bias: bool) -> _Plan:
+def _plan(
+    model: nn.Module, changed: list[str], heads: list[str], scope: str, with_bias: bool, with_layers: bool
+) -> _Plan:
+    """One way for everything; `with_layers` lets modules be saved whole that hold linear layers."""
     plan = _Plan(with_bias=with_bias)
     ties = take_inventory(model).aliases
     slots = [(name, *_slot(model, alias)) for name in changed for alias in ties[name]]
     biased = {module for _, module, attribute in slots if attribute == "bias"}
+    layered = {name for name, *slot in slots if _kind(model, *slot) in (LINEAR, CONVOLUTION, EMBEDDING)}
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     words = _table(model, "get_input_embeddings")
     for name, module, attribute in slots:
@@ -205,15 +223,20 @@ def _plan(model: nn.Module, changed: list[str], heads: list[str], scope: str, wi
             way = "stacks"
         else:
             way = "saved"
-        if way == "saved" and not _can_save(model, module, scope):
+        if way == "saved" and not _can_save(model, module, scope, with_layers):
+            if kind == OTHER and name in layered:
+                continue  # a layer has it too and uses it (BERT's output bias); the module above holds it only
             way = "left"
         getattr(plan, way).add(module if way in ("lora", "saved") else name)
     for name in heads:
         module = _slot(model, name)[0]
-        if _can_save(model, module, scope):
+        if _can_save(model, module, scope, with_layers):
             plan.saved.add(module)
         else:
             plan.left.add(name)
+    for module in _clashing(model, plan.saved):
+        plan.saved.discard(module)
+        plan.left.update(name for name in (*changed, *heads) if _slot(model, name)[0] == module)
     plan.saved = plan.saved.union(*(_named_like(model, name) for name in plan.saved))
     plan.saved = {name for name in plan.saved if not _inside(name, plan.saved)}
     plan.lora = {name for name in plan.lora if name not in plan.saved and not _inside(name, plan.saved)}
@@ -257,7 +280,7 @@ def _kind(model: nn.Module, module: str, attribute: str) -> str:
     return OTHER
 
 
-def _can_save(model: nn.Module, name: str, scope: str) -> bool:
+def _can_save(model: nn.Module, name: str, scope: str, with_layers: bool) -> bool:
     """Whether peft can store a module whole, with all others whose names end alike, which it does not tell apart. A
     module that holds layers of the model would be half the model."""
     others = _named_like(model, name)
@@ -269,12 +292,21 @@ def _can_save(model: nn.Module, name: str, scope: str) -> bool:
             return False
         if any(isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in module.modules()):
             return False
+        if not with_layers and any(isinstance(inner, (nn.Linear, Conv1D)) for inner in list(module.modules())[1:]):
+            return False
     return True
 
 
 def _named_like(model: nn.Module, name: str) -> set[str]:
     """Other modules that peft stores with a module of this name."""
     return {other for other, _ in model.named_modules() if other.endswith(name) and other != name}
+
+
+def _clashing(model: nn.Module, saved: set[str]) -> list[str]:
+    """Modules that peft cannot store because it would store a part of another one's copy too: its copies do not nest.
+    ConvNeXt's last `layernorm` is one, because the norms in its layers are called so too."""
+    outer = {name for name in saved if not _inside(name, saved)}
+    return [name for name in outer if any(_inside(other, outer) for other in _named_like(model, name))]
 
 
 def _is_mergeable(model: nn.Module, plan: _Plan) -> bool:
@@ -308,8 +340,8 @@ class _Offsets:
         ties = take_inventory(self.model).aliases
         self.leaders = {alias: name for name, aliases in ties.items() for alias in aliases}
 
-    def offset(self, name: str) -> Tensor:
-        return self.recovery.offset(name, self.embedding)
+    def offset(self, alias: str) -> Tensor:
+        return self.recovery.offset(self.leaders.get(alias, alias), self.embedding)
 
     def value(self, alias: str) -> Tensor:
         """The task's own tensor."""

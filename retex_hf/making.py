@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from accelerate import Accelerator
 
+from .build import prepare
+from .checkpoints import open_source
 from .config import RetexConfig
 from .errors import ConfigError
 from .model import RetexModel
 from .recipe import Recipe, same_threads, signed_task_in_memory
 from .recovery import TrainingConfig
+from .side_files import find_side_folder
 from .signing import References, sign
 
 
@@ -31,8 +35,11 @@ def make(
     config = RetexConfig(**recipe.config)
     training = _training(recipe)
     references = references_of(recipe.to_dict())
-    # Before anything is built: a path that is wrong should not be found at the end.
+    # Before anything is built: what is wrong should not be found at the end, when a folder has been written.
     inputs = references.load()
+    options = {"token": token, "cache_dir": cache_dir}
+    _check_signing(recipe, config, references, inputs, **options)
+    _check_changes(recipe, **options)
     with same_threads(recipe.to_dict()):
         model = RetexModel.from_experts(
             recipe.base,
@@ -62,6 +69,25 @@ def make(
     elif recipe.output_dir and inputs:
         model.save_description(recipe.output_dir)
     return model
+
+
+def _check_signing(
+    recipe: Recipe, config: RetexConfig, references: References, inputs: dict[str, Sequence[Any]], **options: Any
+) -> None:
+    """Refuse inputs that the tokenizer or processor of the model to be does not take."""
+    if inputs:
+        given = {"model_config": recipe.model_config, "check_base": False, **options}
+        blueprint = prepare(recipe.base, recipe.experts, config, on_meta=True, **given)
+        side_folder = find_side_folder((blueprint.base, *blueprint.sources.values()))
+        references.draw(inputs, 1, references.preprocessor(side_folder, blueprint.model))
+
+
+def _check_changes(recipe: Recipe, **options: Any) -> None:
+    """Refuse changes whose experts or data are not where the recipe says."""
+    for change in recipe.changes:
+        references_of(change.get("sign", change)).load()
+        if "add" in change:
+            open_source(change["expert"], f"expert {change['add']!r}", adapters=True, **options)
 
 
 def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Any) -> None:

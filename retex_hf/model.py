@@ -199,7 +199,7 @@ class RetexModel(RoutedModel):
             token: Hub token.
             local_files_only: Do not contact the Hub.
             dtype: Cast the merged model (and the experts recovered from it) to this dtype, such as `torch.float16` or
-                `"float16"`; `"auto"` takes it as it is stored, which is also the default.
+                `"float16"`; `"auto"` takes it as it is stored, which is also the default (OpenCLIP: float32).
             torch_dtype: Another name of `dtype`.
             is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
                 must be stored as float32.

@@ -95,7 +95,10 @@ class RoutedPipeline(Pipeline):
         task = self._task_of(parts)
         if task is None:
             return super().postprocess(model_outputs, **params)
-        labels = self.model.retex_config.labels.get(task)
+        config = self.model.retex_config
+        if task not in config.tasks:
+            raise TaskError(f"Task {task!r} was deleted before its answer could be read: give the input again.")
+        labels = config.labels.get(task)
         if labels is None:
             return _with_task(super().postprocess(model_outputs, **params), task)
         parts = [_without_padding(part, len(labels["id2label"])) for part in parts]

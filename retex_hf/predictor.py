@@ -68,6 +68,8 @@ class Predictor:
         self.model, self.preprocessor, self.batch_size = model, preprocessor, batch_size
         self.classes = None if classes is None else {task: list(names) for task, names in classes.items()}
         self.kind = answer_kind(model, classes is not None)
+        if classes is not None and self.kind != ZERO_SHOT:
+            raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
         self.readout = self._readout(prompt, generate)
 
     @classmethod
@@ -85,6 +87,8 @@ class Predictor:
 
     def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
         if self.kind == GENERATOR:
+            if generate.get("max_new_tokens", 1) < 1:
+                raise InputError(f"max_new_tokens must be a positive number, not {generate['max_new_tokens']}.")
             return Generator(self.preprocessor.tokenizer, **generate)
         if generate:
             raise InputError(f"{sorted(generate)[0]!r} is for models that generate text, which this one does not.")

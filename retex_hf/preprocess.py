@@ -95,21 +95,24 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
         tokenizer.padding_side = "left"  # what is generated must follow the text, not the padding
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    positions = getattr(model.config, "max_position_embeddings", None)
+    # A tokenizer that knows no limit says so by a huge number.
+    longest = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
     if max_length is None:
-        positions = getattr(model.config, "max_position_embeddings", None)
-        # A tokenizer that knows no limit says so by a huge number.
-        max_length = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-    options = {"padding": True, "return_tensors": "pt"}
-    if max_length < 1_000_000:
-        options |= {"truncation": True, "max_length": max_length}
+        max_length = longest
+    elif max_length < 1 or (positions and max_length > longest):
+        most = f" of at most {longest}, which is what the model takes" if positions else ""
+        raise InputError(f"max_length must be a positive number{most}, not {max_length}.")
+    cut = {"truncation": True, "max_length": max_length} if max_length < 1_000_000 else {}
 
     def collate(texts: list[Any]) -> dict[str, Tensor]:
         pairs = [text if isinstance(text, (tuple, list)) else (text, None) for text in texts]
-        seconds = [second for _, second in pairs]
-        if any(second is None for second in seconds) and not all(second is None for second in seconds):
-            raise InputError("A batch holds either texts or pairs of texts, not both.")
-        with_second = () if seconds[0] is None else (seconds,)
-        return dict(tokenizer([first for first, _ in pairs], *with_second, **options))
+        kinds = {second is None for _, second in pairs}
+        if len(kinds) > 1:  # texts of one task and pairs of another, which tokenizers take one by one only
+            rows = [tokenizer(first, second, **cut) for first, second in pairs]
+            return dict(tokenizer.pad(rows, return_tensors="pt"))
+        columns = [list(column) for column in zip(*pairs, strict=True)]
+        return dict(tokenizer(*(columns[:1] if True in kinds else columns), padding=True, return_tensors="pt", **cut))
 
     return Preprocessor(TEXT, collate, tokenizer)
 

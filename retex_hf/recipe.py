@@ -23,6 +23,8 @@ from .recovery import TrainingConfig
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
 # What says where results go, not what they are.
 OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse"}
+# What says how reference inputs are read, besides where they are.
+OF_REFERENCES = ("split", "input_column", "max_length", "seed")
 SIGNED_IN_MEMORY = "fit signatures on batches in memory"
 PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
 
@@ -201,6 +203,18 @@ def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str,
     return {task: found[task] for task in tasks if task in found}
 
 
+def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
+    """How the inputs were read that all tasks were last signed with: `OF_REFERENCES`, where not at their defaults.
+
+    >>> from retex_hf.recipe import last_references
+    >>> last_references({"max_length": 32, "changes": [{"remove": "c"}, {"sign": {"data": {}, "max_length": 64}}]})
+    {'max_length': 64}
+    """
+    recipe = recipe or {}
+    signings = [change["sign"] for change in recipe.get("changes", []) if "sign" in change]
+    return {key: value for key, value in (signings or [recipe])[-1].items() if key in OF_REFERENCES}
+
+
 def signed_task_in_memory(task: str) -> str:
     """How a recipe says that one task was signed so when it was added."""
     return f"sign task {task!r} with batches in memory"
@@ -210,8 +224,7 @@ def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
     """The recipe of a model whose signatures were fitted on batches that no recipe can name."""
     if recipe is None:
         return None
-    of_references = ("data", "split", "input_column", "max_length", "seed")
-    kept = {key: value for key, value in recipe.items() if key not in of_references}
+    kept = {key: value for key, value in recipe.items() if key not in ("data", *OF_REFERENCES)}
     if "changes" in kept:
         kept["changes"] = [change for change in kept["changes"] if "sign" not in change]
     return kept | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .errors import ConfigError, TaskError
+from .errors import ConfigError, InputError, TaskError
 from .evaluation.tasks import load_inputs
 from .model import RetexModel
-from .preprocess import load_preprocessor
+from .preprocess import Preprocessor, load_preprocessor
 from .recipe import SIGNED_IN_MEMORY, same_threads
 
 BATCH_SIZE = 64
@@ -45,16 +46,29 @@ class References:
         self, model: RetexModel, inputs: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, list[dict[str, Tensor]]]:
         """Reference batches of every task, as many inputs as the model's configuration asks for."""
-        if model.side_folder is None:
+        preprocessor = self.preprocessor(model.side_folder, model.model)
+        return self.draw(self.load() if inputs is None else inputs, model.retex_config.num_reference, preprocessor)
+
+    def preprocessor(self, side_folder: Path | None, model: nn.Module) -> Preprocessor:
+        """What makes batches of inputs for a model whose tokenizer or processor lies in a folder."""
+        if side_folder is None:
             raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of the data.")
-        preprocessor = load_preprocessor(model.side_folder, model.model, max_length=self.max_length)
+        return load_preprocessor(side_folder, model, max_length=self.max_length)
+
+    def draw(
+        self, inputs: Mapping[str, Sequence[Any]], count: int, preprocessor: Preprocessor
+    ) -> dict[str, list[dict[str, Tensor]]]:
+        """Batches of `count` inputs of every task, or of all where there are fewer."""
         batches = {}
-        for task, rows in (self.load() if inputs is None else inputs).items():
-            count = min(model.retex_config.num_reference, len(rows))
+        for task, rows in inputs.items():
             # At random, because data may be sorted by class.
-            drawn = [rows[index] for index in random.Random(self.seed).sample(range(len(rows)), count)]
+            chosen = random.Random(self.seed).sample(range(len(rows)), min(count, len(rows)))
+            drawn = [rows[index] for index in chosen]
             starts = range(0, len(drawn), BATCH_SIZE)
-            batches[task] = [preprocessor(drawn[start : start + BATCH_SIZE]) for start in starts]
+            try:
+                batches[task] = [preprocessor(drawn[start : start + BATCH_SIZE]) for start in starts]
+            except InputError as error:
+                raise InputError(f"Task {task!r}: {error}") from None
         return batches
 
     def to_dict(self) -> dict[str, Any]:

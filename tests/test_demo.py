@@ -243,8 +243,8 @@ def test_a_call_says_that_experts_were_prepared(classifier, monkeypatch):
 def test_errors_become_one_escaped_sentence(classifier):
     run = _handler(classifier, read_texts)
     with pytest.raises(gr.Error) as error:
-        run("one\ta\nno pair", -1)
-    assert error.value.message == "A batch holds either texts or pairs of texts, not both."
+        run("one\ta\tb", -1)
+    assert error.value.message == "Text 1 has 3 parts between tabs; a pair of texts has two."
 
     with pytest.raises(gr.Error) as error:
         _handler(classifier, _raising(InputError(EVIL)))("", -1)
@@ -314,7 +314,7 @@ def test_launch_passes_its_options_on(tmp_path, monkeypatch):
     make_tokenizer().save_pretrained(tmp_path)
     seen = {}
     monkeypatch.setattr(gr.Blocks, "launch", lambda page, **options: seen.update(options, title=page.title))
-    launch(tmp_path, server_port=7000, share=True, revision="main", model_options={"expert_cache": 0})
+    launch(tmp_path, server_port=7000, share=True, revision=None, model_options={"expert_cache": 0})
     assert (seen["title"], seen["server_port"], seen["share"]) == (tmp_path.name, 7000, True)
     assert seen["run_history"] is False
     assert "revision" not in seen

@@ -133,6 +133,39 @@ def test_a_card_on_the_hub_is_brought_up_to_date(hub, quick, model):
     assert "No signatures" in card and "Signatures that tell tasks apart" not in card
 
 
+def test_the_card_that_a_person_changed_last_is_pushed(hub, quick, model, tmp_path, caplog):
+    folder = tmp_path / "artifact"
+    model.save_pretrained(folder)
+
+    def push(local: tuple[str, str] | None = None, web: tuple[str, str] | None = None) -> str:
+        if local:
+            text = (folder / "README.md").read_text()
+            assert local[0] in text
+            (folder / "README.md").write_text(text.replace(*local))
+        if web:
+            text = hub.files(REPO)["README.md"].decode()
+            assert web[0] in text
+            hub.put(REPO, {"README.md": text.replace(*web).encode()})
+        RetexModel.from_pretrained(folder).push_to_hub(REPO, token=WRITE)
+        return hub.files(REPO)["README.md"].decode()
+
+    assert "Say here what the model is for" in push()
+    assert "One." in push(local=("Say here what the model is for", "One."))
+    RetexModel.from_pretrained(folder).save_pretrained(folder)  # which is no push
+    assert "Two." in push(local=("One.", "Two."))
+    assert "license: mit" in push(local=("tags:\n", "license: mit\ntags:\n"))
+    assert "Three." in push(web=("Two.", "Three."))
+    assert "Three." in push()  # nobody wrote anything here since
+    assert "both edited" not in caplog.text
+    card = push(local=("Two.", "Here."), web=("Three.", "There."))
+    assert "There." in card and "Here." not in card
+    assert "both edited" in caplog.text
+    caplog.clear()
+    (folder / "README.md").write_text(card)
+    assert "Four." in push(local=("There.", "Four."))
+    assert "both edited" not in caplog.text
+
+
 def test_a_change_by_someone_else_is_not_overwritten(hub, model):
     hub.put(REPO, {"README.md": b"# Mine\n"})
 

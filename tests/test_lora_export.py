@@ -243,11 +243,49 @@ def test_what_stays_merged_in_batches(tmp_path):
             torch.testing.assert_close(mixed[rows], expected, rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scope", ["all", "batch"])
+def test_a_bias_with_two_names(scope, tmp_path):
+    """The bias of BERT's output layer is its parent's too, which does not use it."""
+    base = tf.BertForMaskedLM(tf.BertConfig(**TEXT)).eval()
+    model, _ = build_from(base, make_experts(base), rank=3)
+    found = export(model, tmp_path, scope=scope)["red"]
+    assert not any("predictions.bias" in name or "decoder" in name for name in found.left_out)
+    kept = RetexModel(replace_recovery(model, found.left_out))
+    assert_experts(load(model, tmp_path), kept, tokens(6))
+
+
 def replace_recovery(model: RetexModel, merged: Any) -> Any:
     """The parts of a model that leaves some parameters merged."""
     parts = model.parts()
     parts.recovery = parts.recovery.without(merged)
     return parts
+
+
+@torch.no_grad()
+def test_names_that_peft_does_not_tell_apart(tmp_path):
+    """peft would store the norms inside layers that are stored whole once more, with the last one of their name."""
+    model = build("convnext")
+    with pytest.warns(UserWarning, match="does not carry 'layernorm.bias', 'layernorm.weight', for which peft has no"):
+        exports = export(model, tmp_path)
+    found = exports["red"]
+    assert list(found.left_out) == ["layernorm.bias", "layernorm.weight"]
+    assert "encoder.stages.0.layers.0" in found.modules_to_save
+    kept = RetexModel(replace_recovery(model, found.left_out))
+    assert_experts(load(model, tmp_path), kept, inputs_of("convnext"))
+
+
+@torch.no_grad()
+def test_layers_that_could_all_be_stored_whole(tmp_path):
+    """Every layer of BEiT has a parameter of its own. peft takes no adapter that stores modules and adapts none."""
+    base = tf.BeitForImageClassification(tf.BeitConfig(**VISION, num_labels=3)).eval()
+    model, _ = build_from(base, make_experts(base), rank=3)
+    with pytest.warns(UserWarning, match="'beit.layers.0.lambda_1'"):
+        found = export(model, tmp_path)["red"]
+    assert all("lambda" in name or "token" in name for name in found.left_out)
+    assert "beit.layers.0.attention.q_proj" in found.lora
+    kept = RetexModel(replace_recovery(model, found.left_out))
+    assert_experts(load(model, tmp_path), kept, FAMILIES["vit"].inputs(4))
 
 
 # ---- linear layers alone ---------------------------------------------------------------------------------------------

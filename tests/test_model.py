@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import FAMILIES, TEXT, tokens
 from helpers import TASKS, assert_same, make_experts
+from torch import nn
 from transformers import BertConfig, BertModel, GenerationConfig
 
 import retex_hf
@@ -91,6 +92,19 @@ def test_recover_gives_copies(model):
     for tensor in model.recover("red").values():
         tensor.zero_()
     assert_same(model.recover("red"), before, exact=True)
+
+
+def test_a_state_dict_replaces_what_was_recovered_before(model):
+    inputs = tokens(3)
+    expected = {task: model(**inputs, task=task).last_hidden_state for task in TASKS}
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for parameter in model.recovery.parameters():
+        parameter.data.zero_()
+    model.load_state_dict(model.state_dict())
+    assert not torch.allclose(model(**inputs, task="red").last_hidden_state, expected["red"], atol=1e-3)
+    nn.ModuleDict({"wrapped": model}).load_state_dict({f"wrapped.{name}": tensor for name, tensor in saved.items()})
+    for task in TASKS:
+        assert torch.equal(model(**inputs, task=task).last_hidden_state, expected[task])
 
 
 def test_unknown_tasks_are_named_with_the_known_ones(model):

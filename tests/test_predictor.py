@@ -156,12 +156,30 @@ def test_images_pass_through_the_stored_processor(tmp_path, channels):
 def test_wrong_inputs_and_folders_are_one_sentence(classifier, tmp_path):
     with pytest.raises(InputError, match="Input 2 is a Image, but this model takes a text"):
         classifier.predict(["rose", pictures()[0]])
-    with pytest.raises(InputError, match="either texts or pairs"):
-        classifier.predict(["rose", ("rose", "wine")])
     with pytest.raises(ArtifactError, match="holds no tokenizer that loads"):
         load_preprocessor(tmp_path, classifier.model.model)
     with pytest.raises(InputError, match="'max_new_tokens' is for models that generate"):
         Predictor(classifier.model, classifier.preprocessor, max_new_tokens=3)
+
+
+def test_texts_and_pairs_of_texts_go_together(classifier):
+    """As in a stream of several tasks: every row is what it is alone, and padding behind it."""
+    inputs = ["rose", ("ruby wine", "sea"), "sky ice navy jade leaf"]
+    batch = classifier.preprocessor(inputs)
+    for row, one in enumerate(inputs):
+        alone = classifier.preprocessor([one])
+        length = alone["input_ids"].shape[1]
+        for name, values in alone.items():
+            assert torch.equal(batch[name][row, :length], values[0])
+            assert not batch["attention_mask"][row, length:].any()
+    answers = classifier.predict(inputs)
+    assert [answer.task for answer in answers] == [classifier.predict([one])[0].task for one in inputs]
+
+
+def test_lengths_that_the_model_cannot_take_are_refused(classifier, text_folder):
+    for length in (0, -1, 33):
+        with pytest.raises(InputError, match=f"at most 32, which is what the model takes, not {length}"):
+            load_preprocessor(text_folder, classifier.model.model, max_length=length)
 
 
 def test_pairs_and_long_texts(classifier, text_folder):

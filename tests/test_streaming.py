@@ -83,7 +83,7 @@ def assert_same_artifact(ours: Path, expected: Path) -> None:
     for found in texts:
         found |= {name: json.loads(text) for name, text in found.items() if name.endswith(".json")}
         # A card calls its folder by name, in its title and where it shows how to load it.
-        named = (ours.name, expected.name, "<!-- retex:usage ")
+        named = (ours.name, expected.name, "<!-- retex:usage ", "<!-- retex-written ")
         found["README.md"] = [
             line for line in found["README.md"].splitlines() if not any(name in line for name in named)
         ]

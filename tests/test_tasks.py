@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -474,6 +474,17 @@ def test_a_pinned_task_is_unpinned_when_it_goes():
     assert model.active_adapter is None
     with pytest.raises(RetexError, match="no task signatures"):
         model(**family.inputs(2))
+
+
+def test_a_task_is_not_pinned_while_it_goes():
+    model, _, _ = build()
+    with ThreadPoolExecutor(1) as pool:
+        with model._turn:  # as a change that is just being made
+            pinned = pool.submit(model.set_adapter, "red")
+            wait([pinned], timeout=0.1)
+            assert model.active_adapter is None
+        pinned.result()
+    assert model.active_adapter == "red"
 
 
 def test_recipe_and_evaluation(classifiers):

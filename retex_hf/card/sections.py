@@ -3,6 +3,8 @@
 A generated section stands between `<!-- retex:usage 3fa9c1d2 -->` and `<!-- /retex:usage -->`; the number is a digest
 of its text. As long as the text matches it, an update replaces the section. Edited, it is the person's, and so is all
 text outside sections. The same holds for the metadata at the top: the digests of generated values are in a comment.
+Another comment holds the digest of all that is the person's, as it was when the card was made or pushed; and, where
+a push found that changed on the Hub and kept it, the digest of that.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -24,6 +26,7 @@ SECTION = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 METADATA = re.compile(r"\n?^<!-- retex-metadata(?P<records>[^>]*) -->\n?", re.MULTILINE)
+WRITTEN = re.compile(r"\n?^<!-- retex-written (?P<digests>[\w ]+) -->\n?", re.MULTILINE)
 LIBRARY = "retex_hf"
 
 
@@ -33,20 +36,29 @@ def stamp(body: str) -> str:
 
 
 def update(
-    previous: str | None, metadata: Mapping[str, Any], body: str, where: str, lasting: Collection[str] = ()
+    previous: str | None,
+    metadata: Mapping[str, Any],
+    body: str,
+    where: str,
+    lasting: Collection[str] = (),
+    *,
+    pushed: bool | None = None,
 ) -> str:
     """The whole card: generated `metadata` and `body`, brought into what a person made of the `previous` card.
 
     Sections that a person took out stay out. A card that never was ours (no section, another library) gets all sections
     behind its own text. `where` names the card in messages. Keys that are not in `metadata` any more are taken out,
-    unless they are among the `lasting` ones.
+    unless they are among the `lasting` ones. `pushed`: whether `previous`, which goes to the
+    Hub with this, comes from here, and not from the Hub itself.
     """
     body = stamp(body)
     if previous is None:
         return _join(metadata, {key: digest(value) for key, value in metadata.items()}, body)
     known, text, block = split(previous, where)
-    records = _read_records(text)
-    text = METADATA.sub("", text)
+    records, written = _read_records(text), [] if pushed else _read_written(text)[:1]
+    if pushed is False:
+        written.append(_digest_of_written(known, records, text))
+    text = WRITTEN.sub("", METADATA.sub("", text))
     last = {key: known[key] for key in lasting if key in known and key not in metadata}
     merged, records = _merge_metadata(known, {**metadata, **last}, records)
     sections = {found["name"]: found[0] for found in SECTION.finditer(body)}
@@ -54,7 +66,34 @@ def update(
         text = SECTION.sub(lambda found: sections.get(found["name"], "") if _is_intact(found) else found[0], text)
     else:
         text = "\n\n".join([text.rstrip("\n"), *sections.values()]).lstrip("\n")
-    return _join(merged, records, text, block if merged == known else None)
+    return _join(merged, records, text, block if merged == known else None, written)
+
+
+def choose(ours: str, theirs: str, where: str) -> tuple[str, bool]:
+    """Of two cards of one model, `ours` on disk and `theirs` on the Hub: the one that a person changed since ours was
+    last pushed, and whether both were changed; then it is theirs."""
+    (our_text, our_start), (their_text, their_start) = (_written(card, where) for card in (ours, theirs))
+    if their_text in (*their_start[:1], our_text, *our_start):
+        return ours, False
+    return theirs, our_text not in (*our_start, *their_start)
+
+
+def _written(card: str, where: str) -> tuple[str, list[str]]:
+    """Digests of what a person wrote: as it is, and as it was."""
+    known, text, _ = split(card, where)
+    return _digest_of_written(known, _read_records(text), text), _read_written(text)
+
+
+def _read_written(text: str) -> list[str]:
+    found = WRITTEN.search(text)
+    return found["digests"].split() if found else []
+
+
+def _digest_of_written(metadata: Mapping[str, Any], records: Mapping[str, str], body: str) -> str:
+    own = {key: value for key, value in metadata.items() if records.get(key) != digest(value)}
+    removed = sorted(set(records) - set(metadata))
+    text = SECTION.sub(lambda found: "" if _is_intact(found) else found[0], WRITTEN.sub("", METADATA.sub("", body)))
+    return digest([own, removed, text.split()])
 
 
 def split(card: str, where: str) -> tuple[dict[str, Any], str, str | None]:
@@ -109,7 +148,15 @@ def _read_records(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in found["records"].split() if pair.count("=") == 1) if found else {}
 
 
-def _join(metadata: Mapping[str, Any], records: Mapping[str, str], body: str, block: str | None = None) -> str:
+def _join(
+    metadata: Mapping[str, Any],
+    records: Mapping[str, str],
+    body: str,
+    block: str | None = None,
+    written: Sequence[str] = (),
+) -> str:
+    written = " ".join(written or [_digest_of_written(metadata, records, body)])
     block = yaml_dump(dict(metadata), sort_keys=False).strip() if block is None else block
     comment = " ".join(f"{key}={value}" for key, value in records.items())
-    return f"---\n{block}\n---\n\n{body.strip(chr(10))}\n\n<!-- retex-metadata {comment} -->\n"
+    comments = f"<!-- retex-metadata {comment} -->\n<!-- retex-written {written} -->\n"
+    return f"---\n{block}\n---\n\n{body.strip(chr(10))}\n\n{comments}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import uuid
@@ -18,6 +19,8 @@ from ..parts import RetexParts
 from . import sections
 from .text import context
 from .usage import GENERATOR, use_of
+
+logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -50,17 +53,27 @@ def write_card(
         parts: The model.
         folder: Where the artifact lies, or is being written.
         previous: The folder that it will replace, whose card is brought up to date; default: `folder`.
-        name: What code in the card loads, such as a Hub id; default: the name of the folder that is replaced.
+        name: The Hub repository that the card is for, and whose card lies in `previous`. Of that and the card of the
+            artifact that the model was loaded from, the one that a person changed since the last push is brought up to
+            date. Default: the card stays here, and bears the name of the folder that is replaced.
         figures: Draw the figures. Those that are there already are drawn anew in any case. (A figure takes longer than
             all the rest of a save.)
     """
     previous = folder if previous is None else previous
+    own = _own_card(parts) if name is not None else None
     name = name or previous.name
     folder.mkdir(exist_ok=True)
     results = measured(parts)
     _draw_figures(parts, results, folder, previous, figures)
     old = _previous_card(parts, previous)
     text = old.read_text(encoding="utf-8-sig") if old is not None else None
+    from_here = None
+    if own is not None:
+        ours = own.read_text(encoding="utf-8-sig")
+        text, both = sections.choose(ours, text, str(own))
+        from_here = text == ours
+        if both:
+            logger.warning("%s and the card of %s were both edited since the last push; the Hub's is kept.", own, name)
     shown = [
         (path, CAPTIONS[figure])
         for path, figure in FIGURES.items()
@@ -73,7 +86,7 @@ def write_card(
         **context(parts, folder, name, results),
     )
     # Where the base's card is not at hand any more, what it said still holds.
-    text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS)
+    text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
     scratch = folder / f".{CARD_NAME}.{uuid.uuid4().hex[:8]}.tmp"
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(folder / CARD_NAME)
@@ -81,8 +94,11 @@ def write_card(
 
 def _previous_card(parts: RetexParts, previous: Path) -> Path | None:
     """The card to bring up to date: the folder's own, else that of the artifact the model was loaded from."""
-    if (previous / CARD_NAME).is_file():
-        return previous / CARD_NAME
+    return previous / CARD_NAME if (previous / CARD_NAME).is_file() else _own_card(parts)
+
+
+def _own_card(parts: RetexParts) -> Path | None:
+    """The card of the artifact that the model was loaded from."""
     source = parts.side_folder
     if source is not None and (source / CONFIG_NAME).is_file() and (source / CARD_NAME).is_file():
         return source / CARD_NAME

@@ -153,6 +153,7 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
         ]
         if found:
             label = f"{source.label}: tensor {names[0]!r}"
+            found += [known] if untouched else []
             known = (found[0][0], partial(_read_alike, label, [read for _, read in found]))
         if found or any(name in originals for name in names):
             entries |= dict.fromkeys(names, known)
@@ -180,12 +181,15 @@ def _changed(source: AdapterSource, model: nn.Module, name: str, known: Entry | 
 
 
 def _read_alike(label: str, reads: list[Callable[[], Tensor]]) -> Tensor:
-    """One tensor that a model has under several names (an embedding that is its output layer too), for each of which
-    the adapter has a change."""
+    """One tensor that a model has under several names (an embedding that is its output layer too). An adapter may have
+    a change for each; where it has one for some only, it was trained with the others as in the base."""
     tensor, *others = (read() for read in reads)
     for other in others:
         if not torch.allclose(tensor.float(), other.float(), rtol=1e-4, atol=1e-5 * tensor.abs().max().item()):
-            raise CheckpointError(f"{label} is tied to another in the model, and the adapter changes them differently.")
+            raise CheckpointError(
+                f"{label} is tied to another in the model, and the adapter changes them differently: train it with "
+                "peft's ensure_weight_tying, or give a base and experts whose weights are not tied."
+            )
     return tensor
 
 

@@ -112,6 +112,8 @@ def check_checkpoint_folder(folder: Path, label: str) -> None:
     if is_adapter(folder):
         return
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
+        if inner := sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")):
+            raise CheckpointError(f"{label}: {folder} holds adapters in folders {inner}: give one, as a local folder.")
         raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
 
 

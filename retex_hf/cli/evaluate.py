@@ -10,10 +10,11 @@ from typing import Annotated
 from ..errors import ConfigError
 from ..evaluation import Report, TaskData, load_task
 from ..evaluation.artifact import evaluate_model, sample_rows
+from ..folders import check_target
 from ..model import RetexModel
 from ..predictor import PROMPT, Predictor
 from ..preprocess import load_preprocessor
-from ..recipe import known_data
+from ..recipe import known_data, last_references
 from .options import POSITIONAL, Options
 from .reading import read_classes
 
@@ -28,8 +29,9 @@ class EvalOptions(Options):
         artifact: A folder or Hub id.
         data: Labelled data of a task, as for sign. Default: the data named in the artifact's recipe.
         split: Which part of the data.
-        input_column: The column of texts or images. Default: found by common names.
-        label_column: The column of labels. Default: likewise.
+        input_column: The column of texts or images, or two of them, [a, b]. Default: with the recipe's data, the
+            recipe's; else found by common names.
+        label_column: The column of labels. Default: found by common names.
         max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
         rows: Take at most so many rows of each task, drawn at random.
         individual: Also run the experts themselves (those of the recipe, or of --expert), and give figures relative to
@@ -55,7 +57,7 @@ class EvalOptions(Options):
     artifact: Annotated[str, POSITIONAL]
     data: dict[str, str] = dataclasses.field(default_factory=dict)
     split: str = "test"
-    input_column: str | None = None
+    input_column: str | list[str] | None = None
     label_column: str | None = None
     max_length: int | None = None
     rows: int | None = None
@@ -72,6 +74,12 @@ class EvalOptions(Options):
     json: bool = False
 
     def run(self) -> None:
+        if not self.individual and (self.experts or self.base):
+            raise ConfigError("--expert and --base are for --individual.")
+        if self.prompt != PROMPT and self.classes is None:
+            raise ConfigError("--prompt is for --classes.")
+        if self.results_dir is not None:
+            check_target(self.results_dir)  # before the work, not after it
         model = RetexModel.from_pretrained(self.artifact)
         recipe = model.recipe or {}
         data = self.data or known_data(recipe, model.tasks)
@@ -81,7 +89,10 @@ class EvalOptions(Options):
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
         classes = read_classes(self.classes)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
-        length = self.max_length or recipe.get("max_length")
+        known = last_references(recipe)
+        length = known.get("max_length") if self.max_length is None else self.max_length
+        if self.input_column is None and not self.data:
+            self.input_column = known.get("input_column")
         preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
         predictor = Predictor(model, preprocessor, classes=classes, prompt=self.prompt, **generate)
         tests = [self._load(model, task, source, classes) for task, source in data.items()]

@@ -92,7 +92,8 @@ def _add_field(group: Any, field: dataclasses.Field, hint: Any, text: str) -> No
     text = text.replace("%", "%%")
     if flag == POSITIONAL:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        shape = {"nargs": "*"} if many else {} if required else {"nargs": "?"}
+        # With a default, though it is none, argparse does not call the argument required.
+        shape = {"nargs": "*", "default": None} if many else {} if required else {"nargs": "?"}
         group.add_argument(field.name, type=kind, metavar=field.name.upper(), help=text, **shape)
         return
     if kind is bool:
@@ -104,6 +105,8 @@ def _add_field(group: Any, field: dataclasses.Field, hint: Any, text: str) -> No
         group.add_argument(flag, dest=field.name, choices=typing.get_args(kind), help=text)
     else:
         shape = {"action": "append"} if many else {}
+        if many and "repeated" not in text:
+            text += " May be repeated."
         group.add_argument(flag, dest=field.name, type=kind, metavar=_metavar(kind), help=text, **shape)
 
 
@@ -116,6 +119,8 @@ def _value_kind(hint: Any) -> tuple[Any, bool]:
         return hint, False
     if len(parts) == 1 and (parts[0] in (str, int, float, bool, Path) or typing.get_origin(parts[0]) is Literal):
         return parts[0], False
+    if set(parts) == {str, list[str]}:
+        return _text_or_list, False
     return _yaml_value, False  # 64, full, [a, b], {method: ties}: YAML's reading is the right type
 
 
@@ -124,6 +129,11 @@ def _yaml_value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a value") from None
+
+
+def _text_or_list(text: str) -> Any:
+    """A text as it is, though YAML would read `*a*` or `{a} and {b}` as something else; or `[a, b]`."""
+    return _yaml_value(text) if text.startswith("[") else text
 
 
 def _metavar(kind: Any) -> str:

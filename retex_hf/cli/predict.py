@@ -15,11 +15,13 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..evaluation.tables import Table
+from ..evaluation.tasks import read_line
 from ..model import RetexModel
 from ..predictor import PROMPT, Answer, Predictor
 from ..preprocess import load_preprocessor
+from ..recipe import last_references
 from .options import POSITIONAL, Options
-from .reading import STANDARD_INPUT, Input, read_classes, read_inputs
+from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
 SHOWN_LENGTH = 60
 
@@ -35,7 +37,7 @@ class PredictOptions(Options):
         artifact: A folder or Hub id.
         inputs: Text files (one input per line, a tab between the texts of a pair), .jsonl files, images, folders of
             images, or - for standard input. Default: standard input.
-        text: A text to answer, instead of files. May be repeated.
+        text: A text to answer, instead of files (a tab between the texts of a pair). May be repeated.
         task: The task of all inputs, if it is known.
         input_column: The key of the input in JSON lines. Default: text, sentence, input, image or file.
         merged: Also give the answer of the plain merged model.
@@ -74,11 +76,17 @@ class PredictOptions(Options):
     def run(self) -> None:
         if self.text and self.inputs:
             raise InputError("Give either --text or files, not both.")
+        if self.text and self.input_column is not None:
+            raise InputError("--input-column is for files, not for --text.")
+        if self.task is not None and self.residuals:
+            raise InputError("--residuals are of inputs whose task is identified; leave out --task.")
+        if self.prompt != PROMPT and self.classes is None:
+            raise InputError("--prompt is for --classes.")
         if self.batch_size < 1:
             raise InputError(f"--batch-size must be a positive number, not {self.batch_size}.")
         predictor = self._predictor()
         if self.text:
-            inputs: Iterable[Input] = (Input(text, text) for text in self.text)
+            inputs: Iterable[Input] = (as_input(read_line(text)) for text in self.text)
         else:
             sources = self.inputs or [STANDARD_INPUT]
             inputs = read_inputs(sources, predictor.preprocessor.kind, self.input_column)
@@ -93,7 +101,10 @@ class PredictOptions(Options):
         model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
         if self.task is not None:
             model.set_adapter(self.task)
-        length = self.max_length or (model.recipe or {}).get("max_length")
+        elif model.signatures is None and model.retex_config.signatures == "inputs":
+            raise InputError(f"{self.artifact} has no signatures yet: run retex sign, or name the task with --task.")
+        known = last_references(model.recipe).get("max_length")
+        length = known if self.max_length is None else self.max_length
         preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         classes = read_classes(self.classes)

@@ -12,7 +12,8 @@ from .options import POSITIONAL, Options
 
 @dataclasses.dataclass
 class PushOptions(Options):
-    """Upload an artifact to the Hub as one commit, with its card. What a person wrote on the card is kept.
+    """Upload an artifact to the Hub as one commit, with its card. What a person wrote on the card is kept: here or on
+    the Hub, where only one was edited since the last push; else on the Hub, with a warning.
 
     The token is the one of `hf auth login`, or the environment variable HF_TOKEN.
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import InputError, first_line
-from ..evaluation.tasks import IMAGE_SUFFIXES
+from ..evaluation.tasks import IMAGE_SUFFIXES, read_line
 
 STANDARD_INPUT = "-"
+BYTE_ORDER_MARK = "\ufeff"  # which some editors put before a text
+TABLES = (".csv", ".parquet", ".npz")
 TEXT_COLUMNS = ("text", "sentence", "input")
 
 
@@ -41,6 +43,8 @@ def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterat
             raise InputError(f"{path} does not exist.")
         elif path.suffix.lower() in IMAGE_SUFFIXES:
             yield _image(path, kind)
+        elif path.suffix.lower() in TABLES:
+            raise InputError(f"{path} is a table: expected a text file of one input per line, .jsonl, or images.")
         else:
             with path.open(encoding="utf-8") as stream:
                 yield from _lines(_numbered(stream, str(path)), str(path), kind, column)
@@ -49,6 +53,7 @@ def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterat
 def _numbered(stream: Any, where: str) -> Iterator[tuple[int, str]]:
     try:
         for number, line in enumerate(stream, start=1):
+            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if line.strip():
                 yield number, line.rstrip("\r\n")
     except UnicodeDecodeError:
@@ -61,14 +66,16 @@ def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str 
         if is_json is None and where == "standard input":
             is_json = line.startswith("{")  # the first line shows what the others are
         if not is_json:
-            yield _image(Path(line), kind) if kind == "image" else _text(line)
+            if kind == "image" and not Path(line).exists():
+                raise InputError(f"{where}, line {number}: there is no image {line!r}.")
+            yield _image(Path(line), kind) if kind == "image" else as_input(read_line(line))
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
             raise InputError(f"{where}, line {number} is not JSON: {first_line(error)}.") from None
         value = _value_of(row, column, f"{where}, line {number}")
-        yield _image(Path(value), kind) if kind == "image" else _text(value)
+        yield _image(Path(value), kind) if kind == "image" else as_input(value)
 
 
 def _value_of(row: Any, column: str | None, where: str) -> Any:
@@ -83,12 +90,9 @@ def _value_of(row: Any, column: str | None, where: str) -> Any:
     return value
 
 
-def _text(value: str | list[str]) -> Input:
-    if isinstance(value, list):
-        return Input(" | ".join(value), tuple(value))
-    if value.count("\t") == 1:  # a pair of texts on one line
-        return Input(value.replace("\t", " | "), tuple(value.split("\t")))
-    return Input(value, value)
+def as_input(value: str | Sequence[str]) -> Input:
+    """A text, or several that belong together."""
+    return Input(value, value) if isinstance(value, str) else Input(" | ".join(value), tuple(value))
 
 
 def _image(path: Path, kind: str) -> Input:
@@ -96,8 +100,7 @@ def _image(path: Path, kind: str) -> Input:
         raise InputError(f"{path} is an image, but the model takes texts.")
     try:
         with Image.open(path) as image:
-            image.load()
-            return Input(str(path), image)
+            return Input(str(path), ImageOps.exif_transpose(image))  # upright, as cameras note it
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.") from None
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
@@ -109,7 +112,7 @@ def read_classes(path: Path | None) -> dict[str, list[str]] | None:
     if path is None:
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.") from None
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ from typing import Annotated
 from ..errors import ConfigError
 from ..evaluation.tables import Table, percent
 from ..model import RetexModel
-from ..recipe import known_data
+from ..recipe import known_data, last_references
 from ..signing import References, sign
 from .options import POSITIONAL, Options
 
@@ -23,10 +23,11 @@ class SignOptions(Options):
         data: Inputs of a task: a text file (one per line), .jsonl, .csv or .parquet, a folder with <split>.* files, a
             folder of images, or a Hub data set (owner/name:configuration@revision). Once per task. Default: the data
             named in the artifact's recipe.
-        split: Which part of the data.
-        input_column: The column of texts or images. Default: found by common names.
-        max_length: Texts are cut after so many tokens. Default: what the tokenizer takes.
-        seed: Of the draw of inputs.
+        split: Which part of the data. Default: with the recipe's data, the recipe's; else train.
+        input_column: The column of texts or images, or two of them, [a, b]. Default: likewise; else found by common
+            names.
+        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
+        seed: Of the draw of inputs. Default: with the recipe's data, the recipe's; else 0.
         num_reference: Inputs per task. Default: what the artifact was built with.
         signature_rank: Dimension of a task's subspace, a number or a share. Default: likewise.
         feature_layer: Where features are read: a module, an index, or auto. Default: likewise.
@@ -40,10 +41,10 @@ class SignOptions(Options):
 
     artifact: Annotated[Path, POSITIONAL]
     data: dict[str, str] = dataclasses.field(default_factory=dict)
-    split: str = "train"
-    input_column: str | None = None
+    split: str | None = None
+    input_column: str | list[str] | None = None
     max_length: int | None = None
-    seed: int = 0
+    seed: int | None = None
     num_reference: int | None = None
     signature_rank: int | float | None = None
     feature_layer: str | int | None = None
@@ -54,7 +55,11 @@ class SignOptions(Options):
         data = self.data or known_data(model.recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")
-        references = References(data, self.split, self.input_column, self.max_length, self.seed)
+        known = last_references(model.recipe)
+        if self.data:  # which the recipe knows nothing of
+            known = {"max_length": known.get("max_length")}
+        own = {name: getattr(self, name) for name in ("split", "input_column", "max_length", "seed")}
+        references = References(data, **known | {name: value for name, value in own.items() if value is not None})
         inputs = references.load()
         given = {name: getattr(self, name) for name in ("num_reference", "signature_rank", "feature_layer")}
         given = {name: value for name, value in given.items() if value is not None}

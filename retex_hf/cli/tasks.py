@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+from ..errors import ConfigError
 from ..making import add_task
 from ..model import RetexModel
+from ..recipe import last_references
 from ..signing import References
 from .options import POSITIONAL, Options
 
@@ -22,7 +24,7 @@ class AddTaskOptions(Options):
         expert: Its expert: a folder, a Hub id, or a PEFT adapter.
         data: Inputs of the task, as for sign; needed where the artifact is signed.
         split: Which part of the data.
-        input_column: The column of texts or images. Default: found by common names.
+        input_column: The column of texts or images, or two of them, [a, b]. Default: found by common names.
         max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
         seed: Of the draw of inputs.
         base: The base model, which experts given as adapters need. Default: that of the recipe.
@@ -40,7 +42,7 @@ class AddTaskOptions(Options):
     expert: Annotated[str, POSITIONAL]
     data: str | None = None
     split: str = "train"
-    input_column: str | None = None
+    input_column: str | list[str] | None = None
     max_length: int | None = None
     seed: int = 0
     base: str | None = None
@@ -49,8 +51,12 @@ class AddTaskOptions(Options):
 
     def run(self) -> None:
         model = RetexModel.from_pretrained(self.artifact)
-        recipe = model.recipe or {}
-        length = self.max_length or recipe.get("max_length")
+        if model.signatures is not None and self.data is None:
+            raise ConfigError(f"{self.artifact} is signed: say with --data where inputs of {self.task!r} are.")
+        if model.signatures is None and model.retex_config.signatures == "inputs" and self.data is not None:
+            raise ConfigError(f"{self.artifact} is not signed: leave out --data, and run retex sign afterwards.")
+        known = last_references(model.recipe).get("max_length")
+        length = known if self.max_length is None else self.max_length
         data = {} if self.data is None else {self.task: self.data}
         references = References(data, self.split, self.input_column, length, self.seed)
         options = {"base": self.base, "tolerance": self.tolerance, "progress": self.progress}

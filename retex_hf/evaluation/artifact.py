@@ -96,5 +96,7 @@ def _modes(method: Method, predictor: Predictor) -> Sequence[str]:
 
 def sample_rows(data: TaskData, count: int, seed: int = 0) -> TaskData:
     """At most so many rows of a task, drawn at random."""
+    if count < 1:
+        raise EvaluationError(f"The number of rows to draw must be positive, not {count}.")
     chosen = sorted(random.Random(seed).sample(range(len(data)), min(count, len(data))))
     return TaskData(data.name, [data.inputs[i] for i in chosen], [data.answers[i] for i in chosen], data.label_names)

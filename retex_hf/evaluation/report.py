@@ -214,10 +214,11 @@ class Report:
 
     def _legend(self, mark: str) -> str:
         rows, of = sum(self.tasks.values()), self.comparison
-        text = (
-            f"Per cent, mean over {len(self.tasks)} tasks ({rows} rows, one shuffled stream). "
-            f"In brackets: {of.confidence:.0%} interval of {of.resamples} resamples of the rows within each task. "
-        )
+        text = f"Per cent, mean over {len(self.tasks)} tasks ({rows} rows, one shuffled stream). "
+        if self.individual is not None or self.reference is not None:
+            text += (
+                f"In brackets: {of.confidence:.0%} interval of {of.resamples} resamples of the rows within each task. "
+            )
         if any(len(runs) > 1 for runs in of.methods.values()):
             text += "±: standard deviation over seeds. "
         if self.individual is not None:

@@ -25,7 +25,7 @@ class Retex(Method):
     Args:
         config: Defaults to `RetexConfig()`. Soft routing is `RetexConfig(routing="soft")`.
         name: How tables call it.
-        model: A finished model instead; it gets signatures if it has none.
+        model: A finished model instead; it gets signatures if it has none, and there are inputs to fit them on.
         calibration_rows: Rows per task that a merge learns from, where it does; see `learned_merge` for what it sees.
         options: Go to `RetexModel.from_experts`.
     """
@@ -52,7 +52,7 @@ class Retex(Method):
             config, options = replace(self.config, merge=merge), {"progress": False, **self.options}
             self.model = RetexModel.from_experts(material.base, material.experts, config, **options)
         config = self.model.retex_config
-        if self.model.signatures is None and config.signatures == "inputs":
+        if self.model.signatures is None and config.signatures == "inputs" and material.train:
             references = {task: material.references(task, config.num_reference) for task in self.model.tasks}
             self.model.fit_signatures(references, progress=False)
 

@@ -79,8 +79,8 @@ def load_inputs(
 ) -> Sequence[Any]:
     """One task's inputs, whether or not they are labelled.
 
-    `source` is anything that `load_task` takes, and also a `.txt` file of one input per line, or a folder of images
-    without classes.
+    `source` is anything that `load_task` takes, and also a `.txt` file of one input per line (with a tab between the
+    texts of a pair), or a folder of images without classes.
     """
     path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
     if path is not None and path.suffix == ".npz":
@@ -102,14 +102,20 @@ def _load(name: str, source: Source, split: str) -> tuple[Dataset, list[str] | N
     return _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
 
 
-def _read_lines(name: str, path: Path) -> list[str]:
+def _read_lines(name: str, path: Path) -> list[str | tuple[str, str]]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not `splitlines`, which also splits at characters that may be within a text.
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except UnicodeDecodeError:
         raise EvaluationError(f"Task {name!r}: {path} is not text in UTF-8.") from None
     if not lines:
         raise EvaluationError(f"Task {name!r}: {path} is empty.")
-    return lines
+    return [read_line(line) for line in lines]
+
+
+def read_line(line: str) -> str | tuple[str, str]:
+    """A line of a text file: a text, or a pair of texts with a tab between them."""
+    return tuple(line.split("\t")) if line.count("\t") == 1 else line
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -176,12 +182,13 @@ def _load_file(name: str, file: Path) -> Dataset:
     try:
         return load_dataset(loader, data_files=str(file), split="train")
     except Exception as error:  # whatever the reader of this format raises, a broken file is one sentence
-        raise EvaluationError(f"Task {name!r}: {file} cannot be read ({first_line(error)}).") from error
+        reason = first_line(error.__cause__ or error)  # `datasets` says what it was doing, its cause what is wrong
+        raise EvaluationError(f"Task {name!r}: {file} cannot be read ({reason}).") from error
 
 
 def _load_hub(name: str, source: str, split: str) -> Dataset:
     found = HUB_NAME.fullmatch(source)
-    if found is None or _loader(Path(source)):
+    if found is None or _loader(Path(source)) or Path(source).suffix == ".txt":
         raise EvaluationError(
             f"Task {name!r}: {source} does not exist, and is no Hub name (owner/name, :configuration, @revision)."
         )

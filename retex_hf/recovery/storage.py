@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from .shapes import MATRIX, VECTOR, Layout
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +56,11 @@ def encode_parts(layout: Layout, parts: Mapping[str, Tensor], dtype: str) -> dic
         return dict(parts)
     stored = {}
     for part, values in parts.items():
+        if dtype == "float16" and (values.abs() > torch.finfo(torch.float16).max).any():
+            raise ConfigError(
+                f'recovery_dtype="float16" cannot hold {values.abs().max().item():.1e}, which the recovery of a '
+                f'parameter of shape {tuple(layout.shape)} needs: take "bfloat16" or "int8".'
+            )
         stored[part], scale = encode(values, dtype, _row_length(layout, part))
         if scale is not None:
             stored[part + SCALE] = scale

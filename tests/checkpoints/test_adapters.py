@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -107,9 +108,9 @@ CASES = {
         bert_and_classifier,
         LoraConfig(task_type="SEQ_CLS", lora_bias=True, target_modules=["query", "dense"]),
     ),
-    "Conv1D, tied embedding": (
+    "Conv1D, embedding": (
         lambda: own("gpt2"),
-        LoraConfig(task_type="CAUSAL_LM", r=3, fan_in_fan_out=True, target_modules=["c_attn", "c_proj", "wte"]),
+        LoraConfig(task_type="CAUSAL_LM", r=3, fan_in_fan_out=True, target_modules=["c_attn", "c_proj", "wpe"]),
     ),
     "T5": (
         lambda: own("t5"),
@@ -211,6 +212,24 @@ def test_base_in_half_precision(tmp_path):
     assert torch.equal(model.model.state_dict()[f"{name}.weight"], expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
+def test_tied_tensors_that_change_together(options, tmp_path):
+    family = FAMILIES["llama-tied"]
+    base, inputs = family.make(), family.inputs(3)
+    options = {"target_modules": [], **options}
+    options["target_modules"] = [*options["target_modules"], "q_proj"]
+    adapter = adapt(base, LoraConfig(task_type="CAUSAL_LM", ensure_weight_tying=True, **options), 1)
+    folder = save({"red": adapter}, tmp_path)["red"]
+    expected = adapter(**inputs).logits
+    assert not torch.allclose(expected, base(**inputs).logits, atol=1e-2)
+    for expert in (folder, adapter):
+        model = RetexModel.from_experts(
+            base, {"red": expert}, RetexConfig(rank="full"), progress=False, check_base=False
+        )
+        torch.testing.assert_close(model(**inputs, task="red").logits, expected)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -293,11 +312,20 @@ def test_head_of_a_tied_model_of_its_own(tmp_path):
     refuse(message, base, save({"red": adapt(base, config, 1)}, tmp_path)["red"])
 
 
-def test_tied_tensors_that_change_differently(tmp_path):
+@pytest.mark.parametrize("targets", [["wte", "lm_head"], ["wte"], ["lm_head"]], ids=str)
+def test_tied_tensors_that_change_differently(targets, tmp_path):
+    """Where one of them has factors, peft runs the other as in the base, and merges the change into both."""
     base = FAMILIES["gpt2"].make()
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["wte", "lm_head"])
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets)
     adapter = save({"red": adapt(base, config, 1)}, tmp_path)["red"]
     refuse("'transformer.wte.weight' is tied to another in the model, and the adapter changes them diff", base, adapter)
+
+
+def test_folder_of_several_adapters(base, folder, tmp_path):
+    adapters = tmp_path / "several"
+    for name in ("one", "two"):
+        shutil.copytree(folder, adapters / name)
+    refuse(r"several holds adapters in folders \['one', 'two'\]: give one, as a local folder", base, adapters)
 
 
 def test_base_that_is_an_adapter(base, folder):

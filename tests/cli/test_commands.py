@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from retex_hf import RetexModel
 from retex_hf.cli import COMMANDS, main
+from retex_hf.evaluation.tasks import load_inputs
 from retex_hf.recipe import Recipe
 
 WIDTHS = {"low": 2, "middle": 4, "high": 3}
@@ -101,12 +102,13 @@ def answers(text: str) -> list[tuple[str, str]]:
     return [(record["task"], record["answer"]) for record in map(json.loads, text.splitlines())]
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
 @pytest.mark.parametrize("form", ["text", "txt", "jsonl", "stdin", "stdin-jsonl"])
-def test_predict_reads_texts_from_everywhere(built, form, tmp_path, monkeypatch, capsys):
+def test_predict_reads_texts_from_everywhere(built, form, mark, tmp_path, monkeypatch, capsys):
     lines, rows = "\n".join(TEXTS) + "\n", "\n".join(json.dumps({"text": text, "id": 3}) for text in TEXTS)
-    (tmp_path / "in.txt").write_text(lines)
-    (tmp_path / "in.jsonl").write_text(rows)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(rows if form == "stdin-jsonl" else lines))
+    (tmp_path / "in.txt").write_text(mark + lines)
+    (tmp_path / "in.jsonl").write_text(mark + rows)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(mark + (rows if form == "stdin-jsonl" else lines)))
     arguments = {
         "text": [part for text in TEXTS for part in ("--text", text)],
         "txt": [str(tmp_path / "in.txt")],
@@ -180,6 +182,49 @@ def test_eval_keeps_its_figures_in_the_artifact_and_on_the_card(folders, tmp_pat
     identified = figures["methods"]["ReTeX"]["modes"]["unknown"]["identification"]["mean"]["value"]
     assert identified > 0.8
     assert f"{100 * identified:.1f}" in (out / "README.md").read_text()
+
+
+def test_eval_of_an_unsigned_artifact_measures_what_it_can(folders, tmp_path, capsys):
+    out = str(tmp_path / "unsigned")
+    build = ["build", "--base", str(folders / "base"), *experts(folders, "low", "high"), "--rank", "4"]
+    assert main([*build, "--output-dir", out]) == 0
+    capsys.readouterr()
+    assert main(["eval", out, *data(folders, "low", "high"), "--no-save", "--json"]) == 0
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    assert set(methods["ReTeX"]["modes"]) == {"known"}
+
+
+def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys):
+    """Another signing or an evaluation on the recipe's own data needs none of its options again."""
+    for task in ("low", "high"):
+        for split in ("train", "test"):
+            rows = [json.loads(row) for row in (folders / "data" / task / f"{split}.jsonl").read_text().splitlines()]
+            renamed = [json.dumps({"a": row["text"], "b": "w1", "label": row["label"]}) for row in rows]
+            (tmp_path / task).mkdir(exist_ok=True)
+            (tmp_path / task / f"{split}.jsonl").write_text("\n".join(renamed))
+    own = [part for task in ("low", "high") for part in ("--data", f"{task}={tmp_path / task}")]
+    out = str(tmp_path / "out")
+    options = ["--input-column", "Q: {a} {b}", "--max-length", "8", "--seed", "3"]
+    assert main(["sign", str(built), *own, *options, "--output-dir", out]) == 0
+    first = RetexModel.from_pretrained(out)
+    assert first.recipe["input_column"] == "Q: {a} {b}"
+    assert main(["sign", out]) == 0
+    second = RetexModel.from_pretrained(out)
+    assert second.recipe == first.recipe
+    assert torch.equal(second.signatures.mean, first.signatures.mean)
+    assert main(["eval", out, "--rows", "4"]) == 0
+    assert main(["sign", str(built), *own, "--input-column", "[a, b]", "--output-dir", out]) == 0
+    assert RetexModel.from_pretrained(out).recipe["input_column"] == ["a", "b"]
+
+
+def test_lines_of_pairs_are_pairs_in_every_command(built, tmp_path, capsys):
+    (tmp_path / "pairs.txt").write_text("\ufeffw1\tw2\r\nw3\x0bw4\tw5\n")
+    assert load_inputs("low", tmp_path / "pairs.txt") == [("w1", "w2"), ("w3\x0bw4", "w5")]
+    shown = []
+    for source in ([str(tmp_path / "pairs.txt")], ["--text", "w1\tw2", "--text", "w3\x0bw4\tw5"]):
+        assert main(["predict", str(built), *source]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and '"input": "w1 | w2"' in shown[0]
 
 
 @torch.no_grad()

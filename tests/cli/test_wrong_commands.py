@@ -22,6 +22,9 @@ def place(tmp_path_factory) -> Path:
     assert main(["build", "--base", str(place / "base"), *experts, *data, *options]) == 0
     (place / "recipe.yaml").write_text("base: base\nexperts: {low: experts/low}\n")
     (place / "broken.yaml").write_text("base: [")
+    changes = "base: base\nexperts: {low: experts/low}\nchanges: [{add: high, expert: "
+    (place / "gone.yaml").write_text(changes + "./none/high}]\n")
+    (place / "gone-data.yaml").write_text(changes + "experts/high, data: {high: none.txt}}]\n")
     (place / "list.yaml").write_text("- a\n")
     (place / "empty.txt").write_text("")
     (place / "rows.jsonl").write_text('{"text": "w1"}\n{"text": \n')
@@ -29,7 +32,13 @@ def place(tmp_path_factory) -> Path:
     (place / "numbers.jsonl").write_text('{"text": 3}\n')
     (place / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (place / "photo.png").write_bytes(b"no image")
+    (place / "rows.csv").write_text("text\nw1\n")
+    (place / "classes.json").write_text('{"low": ["a", "b"], "high": ["a", "b"]}')
     (place / "folder").mkdir()
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text("{}")
+    unsigned = ["--rank=4", "--output-dir", str(place / "unsigned")]
+    assert main(["build", "--base", str(place / "base"), *experts, *unsigned]) == 0
     return place
 
 
@@ -69,6 +78,10 @@ WRONG = {
     "expert missing": ([*BUILD, "--expert", "high=./none"], "none"),
     "expert of another kind": ([*BUILD, "--expert", "high=folder"], "folder"),
     "data for no expert": ([*BUILD, "--data", "mid=data/low"], "'mid'"),
+    "data of another kind": ([*BUILD, "--data", "low=numbers.jsonl"], "'low': Input 1 is a int"),
+    "texts cut to nothing": ([*BUILD, "--data", "low=data/low", "--max-length", "0"], "max_length"),
+    "added expert gone": (["build", "gone.yaml", "--output-dir", "out"], "expert 'high': none/high does not exist"),
+    "added data gone": (["build", "gone-data.yaml", "--output-dir", "out"], "none.txt does not exist"),
     "data missing": ([*BUILD, "--data", "low=./none"], "none"),
     "training without adam": ([*BUILD, "--steps", "3"], "adam"),
     "output is a file": ([*BUILD, "--output-dir", "recipe.yaml"], "recipe.yaml is a file"),
@@ -87,7 +100,36 @@ WRONG = {
     "scope of a checkpoint": (["export", "artifact", "low", "out", "--scope", "linear"], "--format lora"),
     "task twice": (["add-task", "artifact", "low", "experts/low", "--data", "data/low"], "'low'"),
     "new expert missing": (["add-task", "artifact", "mid", "./none", "--data", "data/low"], "none"),
-    "new task unsigned": (["add-task", "artifact", "mid", "experts/low"], "references"),
+    "new task unsigned": (["add-task", "artifact", "mid", "experts/low"], "--data"),
+    "new task signed alone": (["add-task", "unsigned", "mid", "experts/low", "--data", "data/low"], "leave out --data"),
+    "task unknown, unsigned": (["predict", "unsigned", "--text", "w1"], "run retex sign, or name the task with --task"),
+    "build over the base": ([*BUILD, "--output-dir", "base"], "would be lost"),
+    "build over an expert": ([*BUILD, "--output-dir", "experts/low"], "would be lost"),
+    "build over another model": ([*BUILD, "--output-dir", "experts/high"], "would be lost"),
+    "build over an adapter": ([*BUILD, "--output-dir", "adapter"], "would be lost"),
+    "build over a base that is an artifact": (
+        ["build", "--base", "artifact", "--expert", "low=experts/low", "--output-dir", "./artifact"],
+        "where the base is",
+    ),
+    "save over a model": (["remove-task", "artifact", "low", "--output-dir", "experts/low"], "would be lost"),
+    "output inside a file": ([*BUILD, "--output-dir", "recipe.yaml/out"], "a part of its path is a file"),
+    "data is no file": ([*BUILD, "--data", "low=none.txt"], "none.txt does not exist"),
+    "artifact is a file": (["inspect", "recipe.yaml"], "recipe.yaml is a file"),
+    "inputs are a table": (["predict", "artifact", "rows.csv"], "rows.csv is a table"),
+    "column of a text": (["predict", "artifact", "--text", "a", "--input-column", "b"], "--input-column is for files"),
+    "residuals of a known task": (["predict", "artifact", "--text", "a", "--task", "low", "--residuals"], "--task"),
+    "revision of a folder": (["predict", "artifact", "--text", "w1", "--revision", "v1"], "no revision 'v1'"),
+    "classes of a classifier": (["predict", "artifact", "--text", "w1", "--classes", "classes.json"], "Classes"),
+    "prompt without classes": (["predict", "artifact", "--text", "w1", "--prompt", "{}!"], "--prompt is for --classes"),
+    "cut to nothing": (["predict", "artifact", "--text", "w1", "--max-length", "0"], "max_length"),
+    "cut below nothing": (["sign", "artifact", "--max-length", "-1"], "max_length"),
+    "longer than positions": (
+        ["predict", "artifact", "--text", "w1", "--max-length", "100000"],
+        "what the model takes",
+    ),
+    "negative rows": (["eval", "artifact", "--rows", "-1"], "must be positive, not -1"),
+    "experts for nothing": (["eval", "artifact", "--expert", "low=experts/low"], "for --individual"),
+    "results in a file": (["eval", "artifact", "--results-dir", "recipe.yaml"], "recipe.yaml is a file"),
     "remove no task": (["remove-task", "artifact", "mid"], "'mid'"),
     "push offline": (["push", "artifact", "org/name"], "offline"),
     "push to a bad name": (["push", "artifact", "org/a/b"], "org/a/b"),

@@ -204,6 +204,23 @@ def test_text_generation_of_an_encoder_decoder_is_what_the_decoder_writes():
     assert tokenizer.padding_side == "right"
 
 
+def test_a_task_that_goes_before_its_answer_is_read(monkeypatch):
+    """The other tasks' labels would not be its own."""
+    model, _ = text_classifier()
+    pipe = pipeline("text-classification", model=model, tokenizer=make_tokenizer())
+    model.set_adapter("green")
+    forward = pipe.forward
+
+    def forward_and_delete(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        model.delete_task("green")
+        return output
+
+    monkeypatch.setattr(pipe, "forward", forward_and_delete)
+    with pytest.raises(TaskError, match="Task 'green' was deleted before its answer could be read"):
+        pipe(TEXTS[0])
+
+
 @torch.no_grad()
 def test_zero_shot_images():
     model, experts = build_retex("clip")

@@ -258,6 +258,24 @@ def test_only_float32_can_be_trained_on(tmp_path, dtype):
         assert model.train()(**tokens(2), task="red").last_hidden_state.isfinite().all()
 
 
+def test_numbers_that_float16_does_not_have_are_refused():
+    base = BertModel(BertConfig(**TEXT))
+    experts = make_experts(base)
+    name = "pooler.dense.weight"
+    huge = {**base.state_dict(), name: 1e8 * base.state_dict()[name]}
+    message = r'recovery_dtype="float16" cannot hold \d.*, which the recovery of a parameter of shape \(16, 16\) needs'
+    for rank in (4, "full"):
+        with pytest.raises(ConfigError, match=message):
+            build_from(base, {**experts, "red": huge}, rank=rank, recovery_dtype="float16")
+        model, _ = build_from(base, experts, rank=rank, recovery_dtype="float16")
+        with pytest.raises(ConfigError, match=message):
+            model.add_task("huge", huge, progress=False)
+        assert model.tasks == TASKS
+        model, _ = build_from(base, experts, rank=rank, recovery_dtype="bfloat16")
+        model.add_task("huge", huge, tolerance=0.01, progress=False)
+        assert (model.recover("huge")[name] - huge[name]).norm() < 0.02 * huge[name].norm()
+
+
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match=r"recovery_dtype must be one of .*, not 'int4'"):
         RetexConfig(recovery_dtype="int4")
