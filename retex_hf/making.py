@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .build import prepare
+from .blueprint import prepare
 from .checkpoints import open_source
 from .config import RetexConfig
 from .errors import ConfigError

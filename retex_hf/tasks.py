@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .build import architecture_of, check_tasks, read_labels
+from .blueprint import architecture_of, check_tasks, read_labels
 from .checkpoints import (
     AdapterSource,
     Checkpoint,
@@ -52,6 +52,7 @@ from .routing import (
     resolve_feature_layers,
     trunk_parameters,
 )
+from .sizes import sizes_of
 
 MERGED = "the merged model"
 
@@ -158,7 +159,12 @@ def add_task(
         cost = _trunk_cost(grown, name, {n: read_finite(checkpoint, n) for n in trunk if n in checkpoint}, seen)
         grown.config.trunk = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
     added = AddedTask(
-        name, growth.errors, growth.grown, growth.joined, growth.whole, _stored_bytes(grown) - _stored_bytes(parts)
+        name,
+        growth.errors,
+        growth.grown,
+        growth.joined,
+        growth.whole,
+        sum(sizes_of(grown).values()) - sum(sizes_of(parts).values()),
     )
     return grown, added
 
@@ -413,14 +419,6 @@ def _add_to_recipe(
 
 def _changed(recipe: dict[str, Any] | None, change: dict[str, Any]) -> dict[str, Any] | None:
     return None if recipe is None else {**recipe, "changes": [*recipe.get("changes", []), change]}
-
-
-def _stored_bytes(parts: RetexParts) -> int:
-    """Bytes of all that is stored per task or for tasks."""
-    tensors = [*parts.recovery.parameters(), *(tensor for head in parts.heads.values() for tensor in head.values())]
-    if parts.signatures is not None:
-        tensors += [value for value in vars(parts.signatures).values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:

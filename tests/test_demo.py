@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import gradio as gr
 import pytest
@@ -17,7 +16,6 @@ import torch
 import transformers as tf
 from helpers import TASKS, build_retex, make_experts, perturb
 from PIL import Image
-from safetensors import safe_open
 from signed import WORDS, make_tokenizer, references, separate, signed_classifier
 
 from retex_hf import RetexConfig, RetexModel
@@ -397,8 +395,3 @@ def test_energy_is_that_of_the_recovered_offsets(options):
         expected = torch.stack(ratios).mean(0)
         torch.testing.assert_close(found[task], expected[: len(found[task])], atol=1e-5, rtol=1e-5, check_dtype=False)
         assert found[task][-1] == pytest.approx(1.0)
-
-
-def _tensor_bytes(file: Path) -> int:
-    with safe_open(file, "pt") as tensors:
-        return sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118

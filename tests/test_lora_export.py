@@ -17,7 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
-import retex_hf.lora
+import retex_hf.lora.export
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.errors import ArtifactError, ConfigError, RetexError, TaskError
 from retex_hf.lora import LoraExport
@@ -423,7 +423,7 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(retex_hf.lora, "save_file", fail)
+        patch.setattr(retex_hf.lora.export, "save_file", fail)
         with pytest.raises(OSError, match="disk full"):
             model.export_lora("green", tmp_path / "red")
     assert (tmp_path / "red" / "adapter_model.safetensors").read_bytes() == before

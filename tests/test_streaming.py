@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from retex_hf import ArtifactError, CheckpointError, ConfigError, RetexConfig, RetexModel, TrainingConfig, build, store
+from retex_hf.blueprint import prepare
 from retex_hf.folders import workshop_of
 from retex_hf.libraries import library_of, openclip
 from retex_hf.recovery import solver
@@ -287,7 +288,7 @@ def test_wrong_options_are_refused(bert, tmp_path, options, message):
 def test_the_estimate_is_what_the_folder_takes(name, bert, tmp_path):
     base, experts = bert
     config = RetexConfig(**CONFIGS[name])
-    blueprint = build.prepare(base, experts, config, on_meta=True)
+    blueprint = prepare(base, experts, config, on_meta=True)
     estimate = blueprint.estimate()
     build.build_folder(base, experts, config, tmp_path / "disk", progress=False)
     stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tmp_path / "disk").values())
@@ -300,7 +301,7 @@ def test_the_estimate_is_what_the_folder_takes(name, bert, tmp_path):
 
 def test_the_build_says_what_it_needs(bert, tmp_path, capsys):
     build.build_folder(*bert, RetexConfig(rank=3), tmp_path / "disk")
-    assert f"Building disk: {build.prepare(*bert, RetexConfig(rank=3)).estimate()}" in capsys.readouterr().out
+    assert f"Building disk: {prepare(*bert, RetexConfig(rank=3)).estimate()}" in capsys.readouterr().out
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------

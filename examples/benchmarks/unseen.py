@@ -41,7 +41,7 @@ from merges import MERGES, learn_merges
 from torch import Tensor
 
 from retex_hf import RetexModel
-from retex_hf.build import load_expert_weights
+from retex_hf.blueprint import load_expert_weights
 from retex_hf.errors import ConfigError
 from retex_hf.evaluation import TaskData
 from retex_hf.evaluation.run import is_right

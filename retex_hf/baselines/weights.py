@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..build import load_expert_weights
+from ..blueprint import load_expert_weights
 from ..evaluation.method import Material
 from ..expert_weights import ExpertWeights
 

@@ -13,7 +13,7 @@ from materials import make_material, mixed_batch
 
 from retex_hf.baselines import EMR
 from retex_hf.baselines.emr import elect, mean_magnitudes
-from retex_hf.build import load_expert_weights
+from retex_hf.blueprint import load_expert_weights
 from retex_hf.errors import TaskError
 from retex_hf.evaluation.method import Material
 from retex_hf.readout import Classifier

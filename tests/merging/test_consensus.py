@@ -11,7 +11,7 @@ from test_methods import Tensors, flat
 from torch import Tensor
 
 from retex_hf import ConfigError, InputError
-from retex_hf.build import load_expert_weights
+from retex_hf.blueprint import load_expert_weights
 from retex_hf.calibration import Batch, Calibration
 from retex_hf.merging import learn_options
 from retex_hf.merging.consensus import SCALES, THRESHOLDS, consensus_vector, tall_mask
