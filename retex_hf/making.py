@@ -66,7 +66,7 @@ def make(
         apply_change(model, change, token=token, cache_dir=cache_dir, progress=progress)
     if recipe.output_dir and (recipe.changes or config.shared_trunk):
         model.save_pretrained(recipe.output_dir)
-    elif recipe.output_dir and inputs:
+    elif recipe.output_dir and (inputs or recipe.solver == "adam"):
         model.save_description(recipe.output_dir)
     return model
 

@@ -125,3 +125,18 @@ def test_wrong_recipes_are_refused(values, message):
 def test_recipes_that_cannot_be_built_are_refused(recipe, message):
     with pytest.raises(ConfigError, match=message):
         make(recipe, progress=False)
+
+
+def test_how_training_ran_is_kept_in_the_folder(folders, tmp_path):
+    recipe = Recipe(
+        base=str(folders / "base"),
+        experts={task: str(folders / task) for task in ("red", "green")},
+        config={"rank": 3},
+        solver="adam",
+        training={"steps": 2, "warmup_steps": 0},
+        gradient_accumulation_steps=2,
+        output_dir=str(tmp_path / "out"),
+    )
+    make(recipe, progress=False)
+    stored = Recipe.read(tmp_path / "out" / "retex_recipe.yaml")
+    assert (stored.solver, stored.gradient_accumulation_steps, stored.output_dir) == ("adam", 2, None)
