@@ -29,8 +29,7 @@ from retex_hf.evaluation import load_task
 from retex_hf.evaluation.artifact import evaluate_model
 from retex_hf.making import make
 from retex_hf.plots import save_figures
-from retex_hf.predictor import Predictor
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.predictor import Predictor, preprocessor_of
 from retex_hf.recipe import Recipe
 
 
@@ -98,7 +97,7 @@ def draw(model: RetexModel, recipe: Recipe) -> None:
 
 def evaluate(model: RetexModel, recipe: Recipe) -> None:
     """The experts, the merged model and ReTeX on the test parts; kept in the artifact and printed."""
-    preprocessor = load_preprocessor(model.side_folder, model.model, max_length=recipe.max_length)
+    preprocessor = preprocessor_of(model, recipe.max_length)
     labels = {task: list(described["id2label"].values()) for task, described in model.retex_config.labels.items()}
     tests = [
         load_task(task, source, input_column=recipe.input_column, label_names=labels.get(task))

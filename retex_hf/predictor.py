@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import ConfigError, InputError
 from .labels import best_label
 from .libraries import library_of, openclip
 from .model import RetexModel
 from .preprocess import Preprocessor, load_preprocessor
 from .readout import Classifier, Generator, Readout, ZeroShot
+from .recipe import last_references
 from .routing import Routing
 
 CLASSIFIER, GENERATOR, ZERO_SHOT, FEATURES = "classifier", "generator", "zero-shot", "features"
@@ -81,9 +82,9 @@ class Predictor:
         model_options: dict[str, Any] | None = None,
         **options,
     ) -> Predictor:
-        """A predictor over an artifact, a folder or a Hub id."""
+        """A predictor over an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
         model = RetexModel.from_pretrained(folder, **(model_options or {}))
-        return cls(model, load_preprocessor(model.side_folder, model.model, max_length=max_length), **options)
+        return cls(model, preprocessor_of(model, max_length), **options)
 
     def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
         if self.kind == GENERATOR:
@@ -190,6 +191,17 @@ class _ImageReadout(ZeroShot):
 def _as_tensor(features: Any) -> Tensor:
     """transformers 5 gives features as the pooled output of a tower, OpenCLIP as a tensor."""
     return features if isinstance(features, Tensor) else features.pooler_output
+
+
+def preprocessor_of(model: RetexModel, max_length: int | None = None) -> Preprocessor:
+    """The preprocessor whose files came with a model.
+
+    Texts are cut after `max_length` tokens; default: as when the model was signed, else what its tokenizer takes.
+    """
+    if model.side_folder is None:
+        raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
+    length = last_references(model.recipe).get("max_length") if max_length is None else max_length
+    return load_preprocessor(model.side_folder, model.model, max_length=length)
 
 
 def answer_kind(model: RetexModel, has_classes: bool) -> str:

@@ -94,7 +94,10 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
     if generates_in_place:
         tokenizer.padding_side = "left"  # what is generated must follow the text, not the padding
     if tokenizer.pad_token is None:
+        # What is padded is masked, so any token will do; this is the usual one.
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ArtifactError(f"The tokenizer in {folder} has neither a padding token nor one that ends a text.")
     positions = getattr(model.config, "max_position_embeddings", None)
     # A tokenizer that knows no limit says so by a huge number.
     longest = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)

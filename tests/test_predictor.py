@@ -14,8 +14,8 @@ from helpers import TASKS, make_experts
 from PIL import Image
 from signed import WORDS, make_tokenizer, separate, signed_classifier
 
-from retex_hf import ArtifactError, InputError, RetexConfig, RetexModel
-from retex_hf.predictor import Predictor
+from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
+from retex_hf.predictor import Predictor, preprocessor_of
 from retex_hf.preprocess import load_preprocessor
 
 TEXTS = ["rose ruby", "sky sea denim", "moss fern lime jade", "wine"]
@@ -190,3 +190,23 @@ def test_pairs_and_long_texts(classifier, text_folder):
     assert classifier.preprocessor([long])["input_ids"].shape[1] == 32  # what the model has positions for
     short = load_preprocessor(text_folder, classifier.model.model, max_length=5)
     assert short([long])["input_ids"].shape[1] == 5
+
+
+def test_texts_are_cut_as_when_the_model_was_signed(text_folder, classifier):
+    model, long = classifier.model, " ".join(WORDS["red"] * 20)
+    parts = model.parts()
+    parts.side_folder, parts.recipe = text_folder, {"base": "b", "max_length": 7}
+    signed = RetexModel(parts)
+    assert preprocessor_of(signed)([long])["input_ids"].shape[1] == 7
+    assert preprocessor_of(signed, 5)([long])["input_ids"].shape[1] == 5
+    parts.side_folder = None
+    with pytest.raises(ConfigError, match="without a tokenizer or processor"):
+        preprocessor_of(RetexModel(parts))
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(classifier, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match="neither a padding token nor one that ends a text"):
+        load_preprocessor(tmp_path, classifier.model.model)

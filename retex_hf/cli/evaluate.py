@@ -12,8 +12,7 @@ from ..evaluation import Report, TaskData, load_task
 from ..evaluation.artifact import evaluate_model, sample_rows
 from ..folders import check_target
 from ..model import RetexModel
-from ..predictor import PROMPT, Predictor
-from ..preprocess import load_preprocessor
+from ..predictor import PROMPT, Predictor, preprocessor_of
 from ..recipe import known_data, last_references
 from .options import POSITIONAL, Options
 from .reading import read_classes
@@ -89,11 +88,9 @@ class EvalOptions(Options):
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
         classes = read_classes(self.classes)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
-        known = last_references(recipe)
-        length = known.get("max_length") if self.max_length is None else self.max_length
         if self.input_column is None and not self.data:
-            self.input_column = known.get("input_column")
-        preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
+            self.input_column = last_references(recipe).get("input_column")
+        preprocessor = preprocessor_of(model, self.max_length)
         predictor = Predictor(model, preprocessor, classes=classes, prompt=self.prompt, **generate)
         tests = [self._load(model, task, source, classes) for task, source in data.items()]
         report = evaluate_model(

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import types
 import typing
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -31,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help).")
 
 
-class Options:
+class Options(ABC):
     """Base of the options of a command. Subclasses are dataclasses with `EXAMPLES` and `run`."""
 
     EXAMPLES = ""
@@ -68,9 +69,9 @@ class Options:
         """Whether somebody is watching."""
         return sys.stderr.isatty()
 
+    @abstractmethod
     def run(self) -> None:
         """Do what was asked for; results go to standard output."""
-        raise NotImplementedError
 
 
 def add_fields(group: Any, cls: type, left_out: typing.Collection[str] = ()) -> None:

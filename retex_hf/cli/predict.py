@@ -17,9 +17,7 @@ from ..errors import InputError
 from ..evaluation.tables import Table
 from ..evaluation.tasks import read_line
 from ..model import RetexModel
-from ..predictor import PROMPT, Answer, Predictor
-from ..preprocess import load_preprocessor
-from ..recipe import last_references
+from ..predictor import PROMPT, Answer, Predictor, preprocessor_of
 from .options import POSITIONAL, Options
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
@@ -103,9 +101,7 @@ class PredictOptions(Options):
             model.set_adapter(self.task)
         elif model.signatures is None and model.retex_config.signatures == "inputs":
             raise InputError(f"{self.artifact} has no signatures yet: run retex sign, or name the task with --task.")
-        known = last_references(model.recipe).get("max_length")
-        length = known if self.max_length is None else self.max_length
-        preprocessor = load_preprocessor(model.side_folder, model.model, max_length=length)
+        preprocessor = preprocessor_of(model, self.max_length)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         classes = read_classes(self.classes)
         return Predictor(

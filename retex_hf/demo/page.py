@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import RetexError
 from ..model import RetexModel
-from ..predictor import GENERATOR, Predictor, answer_kind
-from ..preprocess import TEXT, Preprocessor, load_preprocessor
+from ..predictor import GENERATOR, Predictor, answer_kind, preprocessor_of
+from ..preprocess import TEXT, Preprocessor
 
 try:
     import gradio as gr
@@ -91,7 +91,7 @@ def launch(
         title: Heading of the page. Default: the artifact's name.
         examples: See `make_demo`.
         classes: See `make_demo`.
-        max_length: Texts are cut after so many tokens; default: what the model can take.
+        max_length: Texts are cut after so many tokens; default: as when the model was signed.
         revision: Branch, tag or commit on the Hub.
         model_options: Go to `RetexModel.from_pretrained`: `token`, `device_map` and the like.
         options: Go to `gradio.Blocks.launch`, over those of `launch_options()`: `server_port`, `inbrowser`, `share`,
@@ -101,8 +101,13 @@ def launch(
         What `gradio.Blocks.launch` returns: the app, its local address and its public one.
     """
     model = RetexModel.from_pretrained(artifact, revision=revision, **(model_options or {}))
-    preprocessor = load_preprocessor(model.side_folder, model.model, max_length=max_length)
-    page = make_demo(model, preprocessor, title=title or Path(artifact).name, examples=examples, classes=classes)
+    page = make_demo(
+        model,
+        preprocessor_of(model, max_length),
+        title=title or Path(artifact).name,
+        examples=examples,
+        classes=classes,
+    )
     return page.launch(**{**launch_options(), **options})
 
 
