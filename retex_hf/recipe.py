@@ -221,13 +221,13 @@ def signed_task_in_memory(task: str) -> str:
 
 
 def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The recipe of a model whose signatures were fitted on batches that no recipe can name."""
+    """The recipe of a model whose signatures were fitted on batches that no recipe can name.
+
+    Earlier signatures stay in it: tasks that were added since have joined them.
+    """
     if recipe is None:
         return None
-    kept = {key: value for key, value in recipe.items() if key not in ("data", *OF_REFERENCES)}
-    if "changes" in kept:
-        kept["changes"] = [change for change in kept["changes"] if "sign" not in change]
-    return kept | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}
+    return recipe | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}
 
 
 @contextmanager

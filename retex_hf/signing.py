@@ -112,7 +112,9 @@ def _noted(recipe: dict[str, Any] | None, references: References) -> dict[str, A
     """The recipe with signatures fitted on these references: right after the build, or after what was changed since."""
     if recipe is None:
         return None
-    changes = [change for change in recipe.get("changes", []) if "sign" not in change]
+    changes = list(recipe.get("changes", []))
+    while changes and "sign" in changes[-1]:  # which nothing has joined, so it leaves no trace
+        changes.pop()
     if not changes:
         replaced = {*vars(references), "changes", "unrecorded"}
         kept = {key: value for key, value in recipe.items() if key not in replaced}
