@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .model import RetexModel
     from .recovery import TrainingConfig
     from .routing import Routing
+    from .verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -27,16 +28,20 @@ __all__ = [
     "Routing",
     "TaskError",
     "TrainingConfig",
+    "Verification",
     "merge_methods",
     "register_merge",
+    "verify",
 ]
 _HOMES = {
     "RetexConfig": "config",
     "RetexModel": "model",
     "Routing": "routing",
     "TrainingConfig": "recovery",
+    "Verification": "verification",
     "merge_methods": "merging",
     "register_merge": "merging",
+    "verify": "verification",
 }
 
 

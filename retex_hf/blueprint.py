@@ -29,8 +29,8 @@ from .checkpoints import (
     read_finite,
     take_inventory,
 )
-from .config import RetexConfig, matches
-from .errors import CheckpointError, ConfigError
+from .config import TASK_NAME, RetexConfig, is_task_name, matches
+from .errors import CheckpointError, ConfigError, brief
 from .estimate import BuildEstimate, estimate_build
 from .expert_weights import ExpertWeights
 from .libraries import hf_transformers, library_of, openclip
@@ -150,8 +150,8 @@ def check_tasks(experts: Mapping[str, Any]) -> list[str]:
     if not isinstance(experts, Mapping) or not experts:
         raise ConfigError("experts must be a non-empty dict of task name to checkpoint.")
     for task in experts:
-        if not isinstance(task, str) or not task or task != task.strip():
-            raise ConfigError(f"A task name must be a non-empty string without surrounding spaces, not {task!r}.")
+        if not is_task_name(task):
+            raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(task)}.")
     return list(experts)
 
 
@@ -276,8 +276,9 @@ def read_labels(
     for task, expert in experts.experts.items():
         count = expert.shape(outputs[-1])[0]
         labels[task] = library.labels_of(sources[task])
-        if len(labels[task].get("id2label", {})) != count:
-            labels[task]["id2label"] = {str(index): f"LABEL_{index}" for index in range(count)}
+        generic = {str(index): f"LABEL_{index}" for index in range(count)}
+        if labels[task].get("id2label", {}).keys() != generic.keys():
+            labels[task]["id2label"] = generic
     return labels
 
 

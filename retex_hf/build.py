@@ -21,10 +21,12 @@ from .calibration import Calibration, CalibrationData, read_calibration
 from .checkpoints import (
     Checkpoint,
     ExpertSet,
+    check_range,
     open_source,
     read_finite,
 )
 from .config import RetexConfig, matches
+from .description import head_key
 from .errors import ArtifactError, CheckpointError, ConfigError
 from .estimate import BuildEstimate
 from .folders import workshop, workshop_of
@@ -32,7 +34,16 @@ from .merged import FileTensors, MergedTensors, ModelTensors
 from .merging import Merger, check_calibration, get_merger, learn_options
 from .parts import RetexParts
 from .readout import Classifier, Readout
-from .recovery import History, Targets, TrainingConfig, plan_layouts, relative_errors, solve_all, train
+from .recovery import (
+    History,
+    Targets,
+    TrainingConfig,
+    clear_state,
+    plan_layouts,
+    relative_errors,
+    solve_all,
+    train,
+)
 from .recovery.processes import run_dealt
 from .side_files import find_side_folder, warn_of_other_tokenizers
 from .store import FolderStore, MemoryStore, Store
@@ -52,9 +63,13 @@ def build(
     readout: Readout | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
+    keep_state: bool = False,
     **prepare_options: Any,
 ) -> RetexParts:
-    """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`."""
+    """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`.
+
+    `keep_state` is that of `train`.
+    """
     _check_solver(solver, training)
     _check_calibration(config, calibration, readout)
     blueprint = prepare(base, experts, config, **prepare_options)
@@ -63,7 +78,7 @@ def build(
         data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
         blueprint = _learn_merge(blueprint, data, lambda: blueprint, store, accelerator, progress)
     merged = ModelTensors(blueprint.model, blueprint.inventory)
-    return _construct(blueprint, merged, store, solver, training, accelerator, progress)
+    return _construct(blueprint, merged, store, solver, training, accelerator, progress, keep_state)
 
 
 def build_folder(
@@ -105,10 +120,12 @@ def build_folder(
             readout=readout,
             accelerator=accelerator,
             progress=progress,
+            keep_state=True,
             **prepare_options,
         )
         if main:
             artifact.write(parts, target, max_shard_size)
+            clear_state(training or TrainingConfig())
         if accelerator is not None:
             accelerator.wait_for_everyone()
         return
@@ -141,7 +158,7 @@ def build_folder(
         if accelerator is not None:
             accelerator.wait_for_everyone()
         if main:
-            artifact.finish(parts, folder, store.files, target)
+            artifact.finish(parts, store.files, target)
 
 
 def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
@@ -217,14 +234,15 @@ def _construct(
     training: TrainingConfig | None,
     accelerator: Accelerator | None,
     progress: bool,
+    keep_state: bool = False,
 ) -> RetexParts:
     """Fill the merged model, the heads and the recovery, one parameter at a time."""
     config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
     heads = {(task, name): info for task, head in blueprint.heads.items() for name, info in head.items()}
     kept = {}
     if heads:
-        stored = store.allocate("heads", {artifact.head_key(*key): info for key, info in heads.items()})
-        kept = {key: stored[artifact.head_key(*key)] for key in heads}
+        stored = store.allocate("heads", {head_key(*key): info for key, info in heads.items()})
+        kept = {key: stored[head_key(*key)] for key in heads}
     pretrained = {}
     if config.feature_source == "pretrained":
         infos = blueprint.infos
@@ -242,7 +260,8 @@ def _construct(
     if solver == "closed_form":
         recovery, errors = solve_all(targets, layouts, config, accelerator, progress, store, config.recovery_dtype)
     else:
-        recovery = train(targets, layouts, config, training or TrainingConfig(), accelerator, progress, history)
+        training_config = training or TrainingConfig()
+        recovery = train(targets, layouts, config, training_config, accelerator, progress, history, keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
     warn_of_other_tokenizers(blueprint.base, blueprint.sources)
@@ -273,7 +292,7 @@ def _merge(
     Returns in which of the merged tensors some expert differs from the merge.
     """
     experts = blueprint.experts
-    own, integers = set(experts.heads), set(blueprint.inventory.integers)
+    own, integers, infos = set(experts.heads), set(blueprint.inventory.integers), blueprint.infos
     body = set(experts.names)
     # Opening a merger may take passes over all experts, so not where everything is merged already.
     finished = len(store.finished(MERGING)) == len(merged.units)
@@ -284,13 +303,14 @@ def _merge(
         for name in unit:
             if name in body:
                 base = read_finite(experts.base, name)
-                tensors[name] = [read_finite(expert, name) for expert in experts.experts.values()]
-                values[name] = merger(name, base, tensors[name])
+                dtype = infos[name].dtype
+                tensors[name] = [read_finite(expert, name, dtype) for expert in experts.experts.values()]
+                values[name] = check_range(merger(name, base, tensors[name]), "the merge", name, dtype)
                 if name in pretrained:
                     pretrained[name].copy_(base)
             elif name in own:
                 for task, expert in experts.experts.items():
-                    heads[task, name].copy_(read_finite(expert, name))
+                    heads[task, name].copy_(read_finite(expert, name, infos[name].dtype))
                 values[name] = heads[experts.tasks[0], name]
             elif name in integers:
                 values[name] = _read_integer(experts, name)
@@ -306,7 +326,6 @@ def _merge(
         own_heads = [tensor for (_, name), tensor in heads.items() if name in unit]
         return [*merged.tensors_of(unit), *own_heads, *(pretrained[name] for name in unit if name in pretrained)]
 
-    infos = blueprint.infos
     costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
     done = run_dealt(costs, work, accelerator, MERGING, progress, store=store, written=written)
     return {name: differs for facts in done.values() for name, differs in facts.items()}

@@ -11,7 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, brief
+from .printing import visible
+from .reading import read_json
+from .writing import whole_file
 
 CONFIG_NAME = "retex_config.json"
 
@@ -19,10 +22,24 @@ RECOVERIES = ("offset", "affine")
 FACTOR_ORDERS = ("generated_first", "shared_first")
 SOFT_SAMPLERS = ("dirichlet", "uniform_softmax", "gaussian_softmax")
 ROUTINGS = ("hard", "soft")
+FAR = ("merged", "soft")
+# From examples/benchmarks/far_inputs.py.
+FAR_QUANTILE, FAR_SLACK = 0.97, 1.0
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+# Of the integers of torch and of most readers of JSON; nothing here counts further.
+LARGEST_INTEGER = 2**63
+
+
+TASK_NAME = "a non-empty string of at most 200 characters, without surrounding spaces and control characters"
+
+
+def is_task_name(name: Any) -> bool:
+    """Whether a value is what `TASK_NAME` says: names of tasks are printed, drawn and published."""
+    return isinstance(name, str) and 0 < len(name) <= 200 and name == name.strip() and name == visible(name)
 
 
 def matches(name: str, patterns: list[str]) -> bool:
@@ -60,6 +77,10 @@ class RetexConfig:
         heads: `"auto"`, or patterns of the parameters that each task keeps whole. Parameters that the base does not
             have, and output layers whose size differs between experts, are always heads.
         routing: `"hard"` recovers the most likely task of a row, `"soft"` the mixture given by the probabilities.
+            `{"method": "hard", "far": "merged"}` also says what becomes of a row that is far from every task: it runs
+            on the merged model (`"merged"`, under the nearest task's head), or on the mixture (`"soft"`). Far is what
+            exceeds `slack` times the `quantile` of the residuals that held-out references have to their own task;
+            fewer than 4 references of a task say nothing of that, and no row is far from it.
         temperature: Of the softmax over negative residuals.
         signatures: What a task is known by: reference `"inputs"` given to `fit_signatures`, or its `"weights"`, which
             need none: the task whose own update responds most to a row is the row's.
@@ -98,7 +119,7 @@ class RetexConfig:
     soft_training: str | dict[str, Any] | None = None
     exclude: list[str] = field(default_factory=list)
     heads: str | list[str] = "auto"
-    routing: str = "hard"
+    routing: str | dict[str, Any] = "hard"
     temperature: float = 1.0
     signatures: str = "inputs"
     feature_layer: str | int = "auto"
@@ -118,7 +139,7 @@ class RetexConfig:
             self.merge = os.fspath(self.merge)
         for name, (is_allowed, allowed) in RULES.items():
             if not is_allowed(getattr(self, name)):
-                raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {getattr(self, name)!r}.")
+                raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {brief(getattr(self, name))}.")
         self.exclude, self.tasks = list(self.exclude), list(self.tasks)
         self.heads = self.heads if self.heads == "auto" else list(self.heads)
         self._check_combinations()
@@ -138,6 +159,11 @@ class RetexConfig:
             raise ConfigError(
                 'RetexConfig.shared_trunk needs signatures="inputs" and feature_source="merged": the trunk is what '
                 "identifies a row and what its expert goes on from."
+            )
+        if self.signatures == "weights" and routing_options(self.routing)["far"] is not None:
+            raise ConfigError(
+                'RetexConfig.routing with "far" needs signatures="inputs": without reference inputs nothing says how '
+                "far from a task its own inputs are."
             )
         if self.recovery == "affine" and self.signatures == "weights":
             raise ConfigError(
@@ -160,9 +186,8 @@ class RetexConfig:
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write `retex_config.json` into a folder."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        with whole_file(Path(save_directory) / CONFIG_NAME) as file:
+            file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> RetexConfig:
@@ -174,23 +199,17 @@ class RetexConfig:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The JSON object in a `retex_config.json`; the artifact's own section is under the key `"artifact"`."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
-    return values
+    return read_json(path, ConfigError)
 
 
 def _is_int(value: Any, minimum: int | None = None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and (minimum is None or value >= minimum)
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= LARGEST_INTEGER:
+        return False
+    return minimum is None or value >= minimum
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_int(value)
 
 
 def _is_dict_of_dicts(value: Any) -> bool:
@@ -199,6 +218,29 @@ def _is_dict_of_dicts(value: Any) -> bool:
 
 def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def _is_labels(value: Any) -> bool:
+    if not _is_dict_of_dicts(value):
+        return False
+    for described in value.values():
+        names, kind = described.get("id2label"), described.get("problem_type")
+        if not isinstance(names, dict) or set(names) != {str(index) for index in range(len(names))}:
+            return False
+        if not _is_strings(list(names.values())) or not (kind is None or kind in PROBLEM_TYPES):
+            return False
+    return True
+
+
+def _is_trunk(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or set(value) != {"replayed", "cost"} or not isinstance(value["replayed"], bool):
+        return False
+    costs = value["cost"]
+    return _is_dict_of_dicts(costs) and all(
+        "change" in cost and all(_is_number(number) for number in cost.values()) for cost in costs.values()
+    )
 
 
 def _is_soft_training(value: Any) -> bool:
@@ -210,6 +252,35 @@ def _is_soft_training(value: Any) -> bool:
         return method in SOFT_SAMPLERS and not options
     alpha = options.pop("alpha", 1.0)
     return _is_number(alpha) and 0 < alpha < math.inf and not options
+
+
+def _is_routing(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return isinstance(value, str) and value in ROUTINGS
+    options = dict(value)
+    method, far = options.pop("method", None), options.pop("far", None)
+    if not isinstance(method, str) or method not in ROUTINGS:
+        return False
+    if far is None:
+        return not options
+    quantile, slack = options.pop("quantile", FAR_QUANTILE), options.pop("slack", FAR_SLACK)
+    # Soft routing mixes every row already.
+    fits = isinstance(far, str) and far in FAR and (method, far) != ("soft", "soft")
+    numbers = _is_number(quantile) and 0 < quantile <= 1 and _is_number(slack) and 0 < slack < math.inf
+    return fits and numbers and not options
+
+
+def routing_options(routing: str | dict[str, Any]) -> dict[str, Any]:
+    """`RetexConfig.routing` in full: `method`, `far` (None where no row is), `quantile`, `slack`.
+
+    >>> from retex_hf.config import routing_options
+    >>> routing_options("hard")["far"], routing_options({"method": "hard", "far": "merged"})["quantile"]
+    (None, 0.97)
+    """
+    if not _is_routing(routing):
+        raise ConfigError(f"RetexConfig.routing must be {RULES['routing'][1]}, not {routing!r}.")
+    given = routing if isinstance(routing, dict) else {"method": routing}
+    return {"far": None, "quantile": FAR_QUANTILE, "slack": FAR_SLACK, **given}
 
 
 # Field -> (is a value allowed?, what is allowed, in words).
@@ -232,7 +303,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "exclude": (lambda v: _is_strings(v), "a list of parameter-name patterns"),
     "heads": (lambda v: v == "auto" or _is_strings(v), '"auto" or a list of patterns'),
-    "routing": (lambda v: v in ROUTINGS, f"one of {ROUTINGS}"),
+    "routing": (
+        lambda v: _is_routing(v),
+        f'one of {ROUTINGS}, or {{"method": one of them, "far": "merged" (or "soft", with "hard"), "quantile": a share '
+        'in (0, 1], "slack": a number above 0}',
+    ),
     "temperature": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0"),
     "signatures": (lambda v: v in SIGNATURES, f"one of {SIGNATURES}"),
     "feature_layer": (
@@ -247,9 +322,12 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_int(v, 1) or (isinstance(v, float) and 0 < v <= 1),
         "a positive integer or a ratio in (0, 1]",
     ),
-    "tasks": (lambda v: _is_strings(v) and len(set(v)) == len(v), "unique names"),
+    "tasks": (lambda v: _is_strings(v) and len(set(v)) == len(v) and all(map(is_task_name, v)), "unique names"),
     "base_model": (lambda v: v is None or isinstance(v, dict), "a dict"),
     "experts": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
-    "labels": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
-    "trunk": (lambda v: v is None or (isinstance(v, dict) and {"replayed", "cost"} <= set(v)), "a dict or None"),
+    "labels": (
+        lambda v: _is_labels(v),
+        f'a dict of task name to {{"id2label": {{"0": name, ...}}, "problem_type": None or one of {PROBLEM_TYPES}}}',
+    ),
+    "trunk": (lambda v: _is_trunk(v), 'None, or {"replayed": True or False, "cost": {task: {"change": a number}}}'),
 }

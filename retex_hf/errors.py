@@ -17,6 +17,10 @@ class ArtifactError(RetexError):
     """A saved ReTeX folder is incomplete, damaged, or not one."""
 
 
+class WriteError(RetexError, OSError):
+    """A file or folder cannot be written: the disk is full, read-only, or failing. What was there before still is."""
+
+
 class HubError(RetexError):
     """The Hub cannot be reached, or does not give or take what was asked."""
 
@@ -36,6 +40,15 @@ class EvaluationError(RetexError, ValueError):
 def first_line(error: Exception) -> str:
     """What another library's exception says, short enough for one sentence of ours."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def brief(value: object, limit: int = 200) -> str:
+    """A value for an error message, cut off where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        text = f"a {type(value).__name__} of great length"
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def shorten(names, limit: int = 3) -> str:

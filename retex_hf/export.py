@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import uuid
 from pathlib import Path
 
 from .errors import ArtifactError
-from .folders import check_target
+from .folders import check_movable, replacing
 from .libraries import library_of
 from .model import RetexModel
 from .side_files import copy_side_files
@@ -24,18 +22,11 @@ def export_checkpoint(
         save_directory: A folder that does not exist yet, or is empty.
         max_shard_size: Size above which weights are stored in several files.
     """
-    folder = check_target(Path(save_directory))
+    folder = check_movable(Path(save_directory))
     if folder.exists() and any(folder.iterdir()):
         raise ArtifactError(f"{folder} is not empty: an export needs a folder of its own.")
     expert = model.merge_and_unload(task)
-    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
-    scratch.mkdir()
-    try:
-        library_of(expert).save(expert, scratch, max_shard_size)
+    with replacing(folder) as new:
+        library_of(expert).save(expert, new, max_shard_size)
         if model.side_folder is not None:
-            copy_side_files(model.side_folder, scratch)
-        if folder.exists():
-            folder.rmdir()
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            copy_side_files(model.side_folder, new)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import BadRequestError
 
-from .artifact import OWN_FILES
 from .card import CARD_NAME, FIGURES
 from .checkpoints import fetch
 from .config import CONFIG_NAME
+from .description import OWN_FILES
 from .errors import ArtifactError, ConfigError, HubError, first_line
-from .hub_errors import hub_errors
+from .folders import heal, is_unfinished, scratch_folder
+from .hub_errors import hub_errors, without_secrets
 
 MAIN = "main"
+SCRATCH_PREFIX = "retex-push-"
 
 
 def push(
@@ -40,7 +41,7 @@ def push(
     if create_pr and revision not in (None, MAIN):
         raise ConfigError(f"create_pr=True proposes a change of the main branch; leave out revision={revision!r}.")
     api = HfApi(token=token)
-    with hub_errors(f"push to {repo_id!r}", repo_id, token), TemporaryDirectory() as scratch:
+    with hub_errors(f"push to {repo_id!r}", repo_id, token), scratch_folder(SCRATCH_PREFIX) as scratch:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and revision != MAIN and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -48,10 +49,10 @@ def push(
         if private and before.private is False:
             raise HubError(f"Cannot push to {repo_id!r} with private=True: it exists already, and is public.")
         there = {sibling.rfilename for sibling in before.siblings or ()}
-        folder = Path(scratch) / "artifact"
+        folder = scratch / "artifact"
         folder.mkdir()
         for path in sorted(there & {CARD_NAME, *FIGURES}):
-            cached = api.hf_hub_download(repo_id, path, revision=before.sha, cache_dir=Path(scratch) / "cache")
+            cached = api.hf_hub_download(repo_id, path, revision=before.sha, cache_dir=scratch / "cache")
             (folder / path).parent.mkdir(exist_ok=True)
             shutil.copyfile(cached, folder / path)
         write(folder, repo_id)
@@ -75,9 +76,11 @@ def push(
             if isinstance(error, BadRequestError) or CARD_NAME not in str(error):
                 raise
             # What the Hub finds wrong follows in the next lines.
-            raise HubError(f"Cannot push to {repo_id!r}: {' '.join(str(error).split())}") from None
+            said = without_secrets(" ".join(str(error).split()), token)
+            raise HubError(f"Cannot push to {repo_id!r}: {said}") from None
         except (RuntimeError, PermissionError) as error:  # how the transfer of large files fails
-            raise HubError(f"Cannot push to {repo_id!r}: the upload broke off: {first_line(error)}") from error
+            said = without_secrets(first_line(error), token)
+            raise HubError(f"Cannot push to {repo_id!r}: the upload broke off: {said}") from None
 
 
 def _is_own(path: str) -> bool:
@@ -88,6 +91,9 @@ def _is_own(path: str) -> bool:
 def find_artifact(name_or_path: str | Path, *, token: str | None = None, **download_options: Any) -> Path:
     """The local folder of an artifact: a path, or a Hub id, which is downloaded."""
     folder = Path(name_or_path).expanduser()
+    if is_unfinished(folder.resolve()):
+        raise ArtifactError(f"{folder} is where an artifact is being written: expected the artifact itself.")
+    heal(folder.resolve())
     if folder.is_file():
         raise ArtifactError(f"{folder} is a file: expected the folder of an artifact.")
     if folder.is_dir() and download_options.get("revision") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ from huggingface_hub.errors import (
 from .errors import HubError, first_line
 
 LOG_IN = "log in with `hf auth login`, or pass token="
+# A user's name and password within an address.
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 # HTTPError is the transport's own: no connection, a timeout, a header that cannot be sent.
 HUB_ERRORS = (HTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled)
 
@@ -29,20 +32,36 @@ HUB_ERRORS = (HTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenN
 @contextmanager
 def hub_errors(doing: str, repo_id: str, token: str | bool | None = None) -> Iterator[None]:
     """Within this context the Hub's errors become a `HubError` that starts with what was being done."""
+    check_token(token)
     try:
         yield
     except HUB_ERRORS as error:
-        raise HubError(f"Cannot {doing}: {explain(error, repo_id, token)}") from None
+        raise HubError(f"Cannot {without_secrets(doing, token)}: {explain(error, repo_id, token)}") from None
+
+
+def check_token(token: str | bool | None) -> None:
+    """Refuse a token that no header can carry. The transport would quote it, in its log too."""
+    if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):
+        raise HubError("The token holds blanks, line breaks or other characters that cannot be sent: give it without.")
 
 
 def explain(error: Exception, repo_id: str, token: str | bool | None = None) -> str:
     """Why the Hub, or the way to it, said no."""
-    reason = _reason(error, repo_id).rstrip(".") + "."
+    return without_secrets(_reason(error, repo_id).rstrip(".") + ".", token)
+
+
+def without_secrets(text: str, token: str | bool | None = None) -> str:
+    """A text without this token, without that of the person at the keyboard, and without passwords in addresses.
+
+    >>> from retex_hf.hub_errors import without_secrets
+    >>> without_secrets("no answer of https://me:word@hub.example to hf_writes", "hf_writes")
+    'no answer of https://***@hub.example to ***'
+    """
     # A token that cannot be sent as a header is quoted whole by the transport, which may show its line break as "\n".
     for secret in (token, get_token()):
         if isinstance(secret, str) and secret.strip():
-            reason = reason.replace(secret.strip(), "***")
-    return reason
+            text = text.replace(secret.strip(), "***")
+    return CREDENTIALS.sub("***@", text)
 
 
 def _reason(error: Exception, repo_id: str) -> str:

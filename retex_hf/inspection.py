@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from . import artifact
+from . import description, loading
 from .checkpoints.sources import open_files, weight_files
 from .libraries import LIBRARIES
 from .plots import layer_type
@@ -28,11 +28,12 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
     Args:
         folder: The artifact.
         spectra: Also say how many directions hold most of what is recovered in each matrix, and how the energy is
-            spread over tasks. This reads all factors.
+            spread over tasks. This reads all factors, after comparing all files with their checksums.
         progress: Show a progress bar.
     """
-    config, section = artifact.read_description(folder)
-    recovery, errors = artifact.read_recovery(folder, section, config)
+    config, section = description.read_description(folder)
+    loading.check_files(folder, description.read_manifest(folder, section), verify=spectra)
+    recovery, errors = loading.read_recovery(folder, section, config)
     layers = {name: _layer(recovery, name, errors.get(name)) for name in recovery}
     if spectra:
         for name in tqdm(recovery, desc="Reading spectra", unit="layer", disable=not progress):
@@ -54,8 +55,8 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
         "signatures": signatures,
         "layers": layers,
         "storage_bytes": _storage(folder, section),
-        "recipe": artifact.read_beside(folder / artifact.RECIPE_NAME, dict),
-        "evaluation": artifact.read_beside(folder / artifact.EVALUATION_NAME, dict),
+        "recipe": loading.read_beside(folder / description.RECIPE_NAME, dict),
+        "evaluation": loading.read_beside(folder / description.EVALUATION_NAME, dict),
     }
 
 
@@ -133,10 +134,10 @@ def _storage(folder: Path, section: dict[str, Any]) -> dict[str, int]:
     """Bytes of the tensors of each part, as `sizes_of` counts them."""
     stems = {
         BODY: LIBRARIES[section["library"]].WEIGHTS_STEM,
-        RECOVERY: artifact.RECOVERY,
-        HEADS: artifact.HEADS,
-        SIGNATURES: artifact.SIGNATURES,
-        PRETRAINED: artifact.PRETRAINED,
+        RECOVERY: description.RECOVERY,
+        HEADS: description.HEADS,
+        SIGNATURES: description.SIGNATURES,
+        PRETRAINED: description.PRETRAINED,
     }
     own = {name for head in section["heads"].values() for name in head}
     sizes = {}

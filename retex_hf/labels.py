@@ -29,4 +29,4 @@ def best_label(row: Tensor, described: Mapping[str, Any]) -> tuple[str, float]:
     """The label of the highest score, and the score."""
     scores = label_scores(row, described)
     best = int(scores.argmax())
-    return described["id2label"][str(best)], float(scores[best])
+    return described["id2label"][str(best)], scores[best].item()

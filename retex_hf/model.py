@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
-from . import artifact, hub
+from . import artifact, hub, loading
 from .build import build, build_folder
-from .card import write_card
 from .config import RetexConfig
 from .errors import ConfigError, InputError, TaskError
 from .execution import (
@@ -25,7 +24,6 @@ from .execution import (
     task_index,
     trunk_cost,
 )
-from .folders import check_target
 from .libraries import as_inputs, library_of, parse_dtype
 from .lora import LoraExport, export_lora
 from .parts import RetexParts
@@ -152,7 +150,7 @@ class RetexModel(RoutedModel):
         }
         if output_dir is not None:
             build_folder(base, experts, config, output_dir, max_shard_size=max_shard_size, resume=resume, **options)
-            parts = artifact.read(Path(output_dir))
+            parts = loading.read(Path(output_dir))
         else:
             parts = build(base, experts, config, **options)
         return cls(parts, expert_cache=expert_cache, execution=execution)
@@ -171,7 +169,9 @@ class RetexModel(RoutedModel):
     def save_description(self, save_directory: str | Path) -> None:
         """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
         measured figures and card. For after [`fit_signatures`] or an evaluation; weights are not written again, and
-        must not have changed since."""
+        must not have changed since.
+
+        After files were changed on purpose, load with `verify=False` and call this: it records them as they are now."""
         artifact.rewrite_description(self.parts(), Path(save_directory))
 
     @classmethod
@@ -188,9 +188,14 @@ class RetexModel(RoutedModel):
         is_trainable: bool = False,
         expert_cache: str | int = "2GB",
         execution: str = "auto",
+        verify: bool = True,
+        check_finite: bool = False,
         **model_options: Any,
     ) -> RetexModel:
         """Load a saved model from a folder or the Hub, in evaluation mode.
+
+        Names, shapes and dtypes of all tensors are compared with the configuration before any is used. Only safetensors
+        files and plain text are read; nothing in a folder can run code.
 
         Args:
             pretrained_model_name_or_path: A folder written by `save_pretrained`, or a Hub id.
@@ -205,6 +210,9 @@ class RetexModel(RoutedModel):
                 must be stored as float32.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
             execution: How batches of several tasks run, see [`execution`].
+            verify: Compare the content of every file that is read with the checksum recorded for it. This reads the
+                files once more; False leaves it out, for large artifacts on slow disks.
+            check_finite: Refuse weights that hold NaN or infinite numbers. This looks at every number.
             model_options: Go to transformers' own `from_pretrained` for the merged model: `device_map`,
                 `quantization_config`, `attn_implementation` and the like.
         """
@@ -217,7 +225,7 @@ class RetexModel(RoutedModel):
         )
         dtype = parse_dtype(dtype, torch_dtype)
         load_options = model_options if dtype is None else {**model_options, "dtype": dtype}
-        parts = artifact.read(folder, **load_options)
+        parts = loading.read(folder, verify=verify, check_finite=check_finite, **load_options)
         if is_trainable and parts.config.recovery_dtype != "float32":
             raise ConfigError(
                 f"{folder}: a recovery stored as {parts.config.recovery_dtype} cannot be trained; "
@@ -279,7 +287,7 @@ class RetexModel(RoutedModel):
         `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
         already: drawing takes longer than saving.)
         """
-        write_card(self.parts(), check_target(Path(save_directory)), figures=True)
+        artifact.rewrite_card(self.parts(), Path(save_directory))
 
     # ---- signatures --------------------------------------------------------------------------------------------------
 
@@ -300,6 +308,15 @@ class RetexModel(RoutedModel):
         Returns:
             Held-out identification accuracy on the references, per candidate layer; of a pool, nothing is known.
         """
+        signed = self._frozen()
+        before = signed.parts()
+        accuracies = signed._fit_signatures(references, progress)
+        self._exchange(before, signed.parts())
+        return accuracies
+
+    def _fit_signatures(
+        self, references: Mapping[str, Iterable[Any]] | Iterable[Any], progress: bool
+    ) -> dict[str, float]:
         if self.retex_config.signatures == "weights":
             self._sign(WeightSignatures.fit(self._scorer(), self._as_pool(references)))
             return {}
@@ -321,13 +338,11 @@ class RetexModel(RoutedModel):
         self._sign(signatures)
         if self.retex_config.shared_trunk:
             self._share_trunk(seen, progress)
-            self._cache.clear()
         return accuracies
 
     def _sign(self, signatures: Signatures | WeightSignatures) -> None:
         # What was measured and written down was of other signatures.
         self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
-        self._cache.clear()
 
     def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
         """Leave what runs up to the feature layer merged for every task, and say what that costs."""
@@ -337,12 +352,13 @@ class RetexModel(RoutedModel):
         full = self._runner(cache=ExpertCache(0))
         self.recovery = self.recovery.without(names)
         self.recovery_errors = {name: error for name, error in self.recovery_errors.items() if name in self.recovery}
-        self.retex_config.trunk = {
+        trunk = {
             "replayed": not keeps_cache(extractor, sample, library_of(self.model).feature_root(self.model)),
             "cost": trunk_cost(full, self._runner(cache=ExpertCache(0)), references, extractor),
         }
+        self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
         if progress:
-            print(describe_trunk(self.retex_config.trunk, self.signatures.feature_layer))
+            print(describe_trunk(trunk, self.signatures.feature_layer))
 
     def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
         if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):

@@ -21,6 +21,7 @@ class RetexParts:
     the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie,
     `history` the record of a training run, `recipe` what a build of the same artifact needs (None where it cannot be
     written down, because experts were in memory), and `evaluation` the figures that were last measured.
+    `unverified`: it was read from files whose contents were not compared with what is recorded of them.
     """
 
     config: RetexConfig
@@ -34,3 +35,4 @@ class RetexParts:
     history: list[dict[str, Any]] = field(default_factory=list)
     recipe: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
+    unverified: bool = False

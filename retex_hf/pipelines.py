@@ -46,6 +46,8 @@ from .routing import Routing
 # Where the names of the rows' tasks travel through the pipeline's taking apart of batches, which takes lists apart too.
 # Names, because tasks may come and go meanwhile.
 TASK_KEY = "retex_task"
+# Likewise, whether rows are far from every task, where the routing asks for it.
+FAR_KEY = "retex_far"
 
 
 class _Recorder:
@@ -86,6 +88,8 @@ class RoutedPipeline(Pipeline):
         outputs = self._in_place_of_model(recorder)._forward(model_inputs, **params)
         if recorder.routing is not None:
             outputs[TASK_KEY] = recorder.routing.tasks
+            if recorder.routing.abstained is not None:
+                outputs[FAR_KEY] = recorder.routing.abstained.tolist()
         elif self.model.retex_config.labels:
             raise TaskError("Without recovery nothing says which head to use: leave disable_adapter() for a pipeline.")
         return outputs
@@ -98,14 +102,19 @@ class RoutedPipeline(Pipeline):
         config = self.model.retex_config
         if task not in config.tasks:
             raise TaskError(f"Task {task!r} was deleted before its answer could be read: give the input again.")
-        labels = config.labels.get(task)
+        labels, said = config.labels.get(task), {"task": task, **self._far_of(parts)}
         if labels is None:
-            return _with_task(super().postprocess(model_outputs, **params), task)
+            return _saying(super().postprocess(model_outputs, **params), said)
         parts = [_without_padding(part, len(labels["id2label"])) for part in parts]
         outputs = parts if isinstance(model_outputs, list) else parts[0]
         described = SimpleNamespace(config=self.model.config)
         library_of(self.model.get_base_model()).set_labels(described, labels)
-        return _with_task(self._in_place_of_model(described).postprocess(outputs, **params), task)
+        return _saying(self._in_place_of_model(described).postprocess(outputs, **params), said)
+
+    def _far_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
+        """Whether one input, or any of its parts, is far from every task; nothing where that is not asked for."""
+        found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
+        return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
 
     def _task_of(self, parts: list[Mapping[str, Any]]) -> str | None:
         """The task of one input, which may have been cut into several parts."""
@@ -124,11 +133,11 @@ def _without_padding(outputs: Mapping[str, Any], width: int) -> Any:
     return type(outputs)({**outputs, "logits": outputs["logits"][..., :width]})
 
 
-def _with_task(answer: Any, task: str) -> Any:
-    """An answer that says which task gave it; one that is all numbers has no place for it."""
+def _saying(answer: Any, said: Mapping[str, Any]) -> Any:
+    """An answer that says which task gave it, and whether it is far; one that is all numbers has no place for it."""
     if isinstance(answer, list):
-        return [_with_task(part, task) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
-    return {"task": task, **answer} if isinstance(answer, dict) else answer
+        return [_saying(part, said) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
+    return {**said, **answer} if isinstance(answer, dict) else answer
 
 
 class RetexTextClassificationPipeline(RoutedPipeline, TextClassificationPipeline):

@@ -17,6 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from .errors import RetexError
+from .writing import whole_file
 
 if TYPE_CHECKING:
     from .analysis import StoragePoint
@@ -407,6 +408,6 @@ def _require(condition: Any, message: str) -> None:
 
 def _finish(figure: Figure, path: str | Path | None) -> Figure:
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with whole_file(path) as file:
+            figure.savefig(file)
     return figure

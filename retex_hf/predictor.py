@@ -28,7 +28,8 @@ class Answer:
     """The answer to one input.
 
     `answer` is a label or a generated text (None for models that give features only), `score` the label's probability.
-    `residuals` and `probabilities` say how near each task is, where the task was identified from the input.
+    `residuals` and `probabilities` say how near each task is, where the task was identified from the input; `far` says
+    whether that is far from every task, where the routing asks for it.
     """
 
     task: str
@@ -36,6 +37,7 @@ class Answer:
     score: float | None
     residuals: dict[str, float] | None
     probabilities: dict[str, float] | None
+    far: bool | None = None
 
 
 class Predictor:
@@ -158,13 +160,16 @@ class Predictor:
         self, tasks: Sequence[str], read: Sequence[tuple[str | None, float | None]], routing: Routing | None
     ) -> list[Answer]:
         near = [(None, None)] * len(tasks)
+        far = [None] * len(tasks)
         if routing is not None and routing.residuals is not None:  # not where a task is pinned
             near = [
                 tuple(dict(zip(self.model.tasks, row.tolist(), strict=True)) for row in rows)
                 for rows in zip(routing.residuals, routing.probabilities, strict=True)
             ]
-        rows = zip(tasks, read, near, strict=True)
-        return [Answer(task, answer, score, *distances) for task, (answer, score), distances in rows]
+        if routing is not None and routing.abstained is not None:
+            far = routing.abstained.tolist()
+        rows = zip(tasks, read, near, far, strict=True)
+        return [Answer(task, answer, score, *distances, far) for task, (answer, score), distances, far in rows]
 
     def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """A batch of raw inputs, where the model is."""

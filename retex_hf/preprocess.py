@@ -14,8 +14,10 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
+from .config import CONFIG_NAME
 from .errors import ArtifactError, InputError, first_line
 from .libraries import library_of, openclip
+from .loading import check_side_files
 
 TEXT, IMAGE = "text", "image"
 
@@ -59,11 +61,13 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
     """The preprocessor of a model, from the files of a folder.
 
     Args:
-        folder: Where tokenizer or processor files lie, such as an artifact.
+        folder: Where tokenizer or processor files lie, such as an artifact; of that, they must be those it records.
         model: The wrapped model; it decides between texts and images.
         max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
     """
     folder = Path(folder)
+    if (folder / CONFIG_NAME).exists():
+        check_side_files(folder)
     if library_of(model) is openclip:
         return _open_clip_preprocessor(folder, model)
     if model.main_input_name == "pixel_values" or library_of(model).is_dual_encoder(model):
@@ -121,6 +125,7 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
 
 
 def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
+    openclip.read_config(folder)  # which may not ask the tokenizer to run code
     transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 
     def encode(texts: list[str]) -> dict[str, Tensor]:
@@ -139,7 +144,8 @@ def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
 
 def _load(auto_class: type, what: str, folder: Path) -> Any:
     try:
-        return auto_class.from_pretrained(folder)
+        # Left open, transformers would ask the person at the keyboard whether to run code that lies in the folder.
+        return auto_class.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a missing or foreign file makes transformers raise
         raise ArtifactError(
             f"{folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."

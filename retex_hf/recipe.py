@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from .config import RetexConfig
-from .errors import ConfigError, first_line
+from .errors import ConfigError
+from .reading import read_yaml
 from .recovery import TrainingConfig
 
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
@@ -94,16 +94,8 @@ class Recipe:
     @classmethod
     def read(cls, path: str | Path) -> Recipe:
         """Read a YAML file."""
-        path = Path(path)
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"The recipe {path} does not exist.") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The recipe {path} is not valid YAML: {first_line(error)}.") from None
-        except OSError as error:
-            raise ConfigError(f"The recipe {path} cannot be read: {error.strerror}.") from None
-        return cls.from_dict(values, f"The recipe {path}")
+        name = f"The recipe {path}"
+        return cls.from_dict(read_yaml(Path(path), ConfigError, name=name), name)
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "The recipe") -> Recipe:

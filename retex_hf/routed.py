@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from .config import routing_options
 from .errors import ConfigError, InputError, RetexError, TaskError
 from .execution import (
     Assignment,
@@ -33,6 +34,7 @@ from .execution import (
 )
 from .labels import best_label
 from .libraries import as_inputs, library_of
+from .locks import Turn
 from .parts import RetexParts
 from .routing import (
     FeatureExtractor,
@@ -49,29 +51,23 @@ from .wrapped import shows_wrapped, without_shared_memory
 ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
 TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_features)$")
 
-# Models whose recovery is switched off in the current context. Not an attribute of the model: one thread's
-# `disable_adapter()` must not reach into another's call.
-_disabled: ContextVar[frozenset[int]] = ContextVar("retex_disabled", default=frozenset())
-
-
-class Turn:
-    """A lock around the parts of a model. A copy of the model gets one of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple:
-        return Turn, ()
+# Models whose recovery is switched off in the current context, once for each `with`. Not an attribute of the model: one
+# thread's `disable_adapter()` must not reach into another's call.
+_disabled: ContextVar[tuple[Turn, ...]] = ContextVar("retex_disabled", default=())
 
 
 class RoutedModel(nn.Module):
-    """The wrapped model's interface over the parts of a [`RetexModel`], which adds how they are made and kept."""
+    """The wrapped model's interface over the parts of a [`RetexModel`], which adds how they are made and kept.
+
+    Threads can share a model. Calls run side by side, and none waits for another's pass through the model; those that
+    need the same expert at the same moment wait until one of them has made it. A call goes by the model as it was when
+    the call began, whatever `set_adapter`, `add_task`, `delete_task` and `fit_signatures` do meanwhile. Of two such
+    changes at the same time, the one that ends last is refused. Whatever a call raises, the model is as before. What
+    torch does to a module in place is not for use beside calls: `train`, `eval`, `to`, `load_state_dict`.
+
+    Processes can share it too: a child that is forked goes on with the model as it was, whatever other threads were
+    doing, and a pickled model (`spawn`) is the same model with an empty expert cache.
+    """
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
         super().__init__()
@@ -94,25 +90,29 @@ class RoutedModel(nn.Module):
         self.recipe = parts.recipe
         self.evaluation = parts.evaluation
         self._side_folder = parts.side_folder
+        self._unverified = parts.unverified
 
     def _frozen(self) -> RoutedModel:
         """The model as it is at this moment, for one call: tasks that come or go meanwhile do not reach into it."""
         frozen = object.__new__(type(self))
-        with self._turn:
-            frozen.__dict__.update(self.__dict__, _modules=dict(self._modules))
+        frozen.__dict__.update(self.__dict__)
+        frozen._modules = dict(frozen._modules)
         return frozen
 
     def _exchange(self, old: RetexParts, new: RetexParts) -> None:
         """Take new parts in the place of old ones, all at once."""
-        with self._turn:
+        with self._turn.lock:
             current = (self.retex_config, self.recovery, self.signatures)
             if any(a is not b for a, b in zip(current, (old.config, old.recovery, old.signatures), strict=True)):
                 raise RetexError("The model was changed by another thread meanwhile, so nothing was done: try again.")
-            self._adopt(new)
+            before, changed = self._frozen().__dict__, self._frozen()
+            changed._adopt(new)
             # Calls that are running go on with the cache they know, and leave nothing in this one.
-            self._cache = self._cache.emptied()
-            if self._active_task not in self.tasks:
-                self._active_task = None
+            changed._cache = self._cache.emptied()
+            if changed._active_task not in changed.tasks:
+                changed._active_task = None
+            # In one step: neither a call that begins, nor Ctrl-C, nor a fork can come in between.
+            self.__dict__.update({key: value for key, value in vars(changed).items() if before.get(key) is not value})
 
     def parts(self) -> RetexParts:
         """What the model is made of, as it is at this moment."""
@@ -129,6 +129,7 @@ class RoutedModel(nn.Module):
             history=frozen.training_history,
             recipe=frozen.recipe,
             evaluation=frozen.evaluation,
+            unverified=frozen._unverified,
         )
 
     # ---- identification ----------------------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class RoutedModel(nn.Module):
     def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
         """The routing of a batch, and what a shared trunk computed on the way."""
         signatures, record = self.signatures, None
+        routing, thresholds = self.retex_config.routing, None
         if self.retex_config.signatures == "weights":
             scores = self._cache.get("features", self._scorer)(inputs)
             residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
@@ -151,10 +153,14 @@ class RoutedModel(nn.Module):
             layer = signatures.feature_layer
             extractor = self._cache.get("features", lambda: self._extractor([layer]))
             features, outputs = extractor.record(inputs)
-            residuals = signatures.to(features[layer].device).residuals(features[layer])
+            signatures = signatures.to(features[layer].device)
+            residuals = signatures.residuals(features[layer])
+            options = routing_options(routing)
+            if options["far"] is not None:
+                thresholds = signatures.thresholds(options["quantile"], options["slack"])
             if self._trunk_blocks():
                 record = TrunkRecord(outputs, len(residuals))
-        return decide(residuals, self.tasks, self.retex_config.routing, self.retex_config.temperature), record
+        return decide(residuals, self.tasks, routing, self.retex_config.temperature, thresholds), record
 
     def _trunk_blocks(self) -> list[str]:
         """Blocks whose outputs a feature pass hands on to the experts."""
@@ -191,7 +197,8 @@ class RoutedModel(nn.Module):
         return self._frozen()._routed("forward", args, kwargs, task)
 
     def predict(self, *args: Any, task: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
-        """For classifiers: the task, the label and its score, for every row."""
+        """For classifiers: the task, the label and its score, for every row; also whether the row is `far` from every
+        task, where the routing says what becomes of such rows."""
         frozen = self._frozen()
         output = frozen.forward(*args, task=task, **kwargs)
         labels = frozen.retex_config.labels
@@ -202,11 +209,15 @@ class RoutedModel(nn.Module):
             raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
         read = [best_label(row, labels[name]) for name, row in zip(output.routing.tasks, logits, strict=True)]
         rows = zip(output.routing.tasks, read, strict=True)
-        return [{"task": name, "label": label, "score": score} for name, (label, score) in rows]
+        answers = [{"task": name, "label": label, "score": score} for name, (label, score) in rows]
+        if output.routing.abstained is None:
+            return answers
+        far = output.routing.abstained.tolist()
+        return [{**answer, "far": abstained} for answer, abstained in zip(answers, far, strict=True)]
 
     def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
         kwargs = self._bind(method, args, kwargs)
-        recovered = id(self._turn) not in _disabled.get()
+        recovered = self._turn not in _disabled.get()
         task = self._active_task if task is None and recovered else task
         if task is None and not recovered:
             return attach_routing(call_method(self.model, method, kwargs), None)
@@ -293,6 +304,19 @@ class RoutedModel(nn.Module):
         self._execution = check_execution(value)
 
     @property
+    def routing(self) -> str | dict[str, Any]:
+        """How rows are given to tasks, as in [`RetexConfig`]; assigning another way holds for the calls that follow.
+
+        >>> model.routing = {"method": "hard", "far": "merged"}  # doctest: +SKIP
+        """
+        return self.retex_config.routing
+
+    @routing.setter
+    def routing(self, value: str | dict[str, Any]) -> None:
+        with self._turn.lock:
+            self.retex_config = replace(self.retex_config, routing=value)
+
+    @property
     def expert_cache(self) -> ExpertCache:
         """The recovered experts at hand, and how well that works.
 
@@ -308,19 +332,26 @@ class RoutedModel(nn.Module):
 
     def set_adapter(self, task: str | None) -> None:
         """Pin one task for all calls that do not name one; None goes back to routing."""
-        with self._turn:  # which delete_task has while it looks whether its task is pinned
+        with self._turn.lock:  # which delete_task has while it looks whether its task is pinned
             if task is not None:
                 task_index(task, self.tasks)
             self._active_task = task
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Within this context the model is the plain merged model; `task=` still selects the head of a task."""
-        token = _disabled.set(_disabled.get() | {id(self._turn)})
+        """Within this context the model is the plain merged model; `task=` still selects the head of a task.
+
+        It holds for the thread, or the asyncio task, that enters it, and for those that are given a copy of its
+        context, such as `asyncio.to_thread`."""
+        _disabled.set((*_disabled.get(), self._turn))
         try:
             yield
         finally:
-            _disabled.reset(token)
+            # Generators that are left half-way end in any order: each takes away what it has added.
+            entered = list(_disabled.get())
+            if self._turn in entered:  # not so if it ends in another thread, whose context never had it
+                entered.remove(self._turn)
+            _disabled.set(tuple(entered))
 
     def get_base_model(self) -> nn.Module:
         """The wrapped (merged) model. Hooks registered on it act on the experts that are recovered afterwards."""
@@ -339,9 +370,16 @@ class RoutedModel(nn.Module):
 
     def train(self, mode: bool = True) -> RoutedModel:
         """As `nn.Module.train`. In training mode gradients reach the recovery module through the experts."""
-        if mode != self.training:
-            self._cache.clear()  # experts were recovered from what training is about to change, or has changed
-        return super().train(mode)
+        changes = mode != self.training
+        super().train(mode)
+        if changes:
+            # Experts were recovered from what training is about to change, or has changed.
+            self._cache = self._cache.emptied()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled: the model of one moment, even while tasks come or go."""
+        return self._frozen().__dict__
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
         """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from .checkpoints import Source
-from .errors import shorten
+from .errors import CheckpointError, shorten
+from .reading import check_links, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ SIDE_FILES = (
 )  # fmt: skip
 # Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
 SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
+# What tokenizers of strangers bring along, and what is never run.
+CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
 # What says which token is which number; where both have the first, the others repeat it.
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
@@ -36,9 +39,18 @@ def side_files(folder: Path) -> Iterator[Path]:
                 yield from _matching(inner, names)
 
 
+def is_side_file(name: str) -> bool:
+    """Whether a file of an artifact, by its name in there, belongs to a tokenizer or a processor."""
+    folder, _, file = name.rpartition("/")
+    patterns = [SIDE_FILES] if not folder else [names for of, names in SIDE_FOLDERS.items() if fnmatchcase(folder, of)]
+    return any(fnmatchcase(file, pattern) for of in patterns for pattern in of)
+
+
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Copy what `folder` does not have yet."""
-    for file in side_files(source):
+    """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code."""
+    files = list(side_files(source))
+    check_links(files, source, CheckpointError)
+    for file in files:
         target = folder / file.relative_to(source)
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
@@ -89,7 +101,7 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
 
 def _token_ids(path: Path) -> dict[str, int]:
     """Token and number of all tokens of a `tokenizer.json`."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path, CheckpointError)
     vocabulary: Any = values.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of their numbers
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
@@ -105,4 +117,5 @@ def _folder_of(source: Source) -> Path | None:
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if file.suffix not in CODE)

@@ -170,6 +170,7 @@ def create_file(path: Path, infos: Mapping[str, TensorInfo]) -> None:
         with path.open("rb") as file:
             if file.read(len(header)) == header:
                 return
+    path.unlink(missing_ok=True)  # it may be one more name of a file of a finished folder
     with path.open("wb") as file:
         # Room is taken now: a mapped file that finds the disk full later kills the process.
         if hasattr(os, "posix_fallocate"):

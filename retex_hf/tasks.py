@@ -46,7 +46,6 @@ from .routing import (
     WeightScorer,
     WeightSignatures,
     as_batches,
-    fit_signature,
     noted,
     reference_features,
     resolve_feature_layers,
@@ -122,7 +121,8 @@ def add_task(
     joining = _joining(parts, experts, inventory, name, left_out, tolerance)
 
     def read(parameter: str) -> tuple[Tensor, Tensor]:
-        return _wide(read_finite(checkpoint, parameter)), _wide(experts.read_base(parameter))
+        merged = experts.read_base(parameter)
+        return _wide(read_finite(checkpoint, parameter, merged.dtype)), _wide(merged)
 
     recovery, growth = add_to_recovery(
         parts.recovery,
@@ -134,7 +134,9 @@ def add_task(
         progress=progress,
     )
     like = parts.model.state_dict()
-    head = {n: read_finite(checkpoint, n).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads}
+    head = {
+        n: read_finite(checkpoint, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads
+    }
     labels = read_labels(parts.model, library_of(parts.model), {name: source}, experts)
     grown = replace(
         parts,
@@ -152,7 +154,7 @@ def add_task(
         evaluation=None,
     )
     if signature is not None:
-        grown.signatures = parts.signatures.joined_by(*signature)
+        grown.signatures = parts.signatures.joined_by(signature)
     elif isinstance(parts.signatures, WeightSignatures):
         grown.signatures = WeightSignatures.fit(_scorer(grown), batches)
     if config.trunk is not None:
@@ -359,11 +361,11 @@ def _scorer(parts: RetexParts) -> WeightScorer:
     return WeightScorer(_extractor(parts, layer), parts.recovery)
 
 
-def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Mean and basis of the new task, at the layer where the others have theirs."""
+def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
+    """The signature of the new task, at the layer where the others have theirs."""
     config, layer = parts.config, parts.signatures.feature_layer
     features = reference_features(_extractor(parts, layer), name, batches, config.num_reference)
-    return fit_signature(features[layer], config.signature_rank)
+    return Signatures.fit([features[layer]], config.signature_rank, layer)
 
 
 def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,7 +12,34 @@ import torch
 
 torch.set_num_threads(1)
 
+# Libraries that say in their log what they are about to take away, besides in warnings (which pyproject.toml refuses).
+LIBRARIES = ("transformers", "peft", "huggingface_hub", "accelerate", "datasets", "evaluate", "open_clip")
+
+
+class Deprecations(logging.Handler):
+    """Keeps what a library says is deprecated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "deprecat" in text.lower():
+            self.said.append(f"{record.name}: {text}")
+
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_deprecated():
+    handler = Deprecations()
+    for name in LIBRARIES:
+        logging.getLogger(name).addHandler(handler)
+    yield
+    for name in LIBRARIES:
+        logging.getLogger(name).removeHandler(handler)
+    assert not handler.said, handler.said

@@ -19,6 +19,7 @@ from transformers import (
     BertModel,
     BertTokenizerFast,
 )
+from trust.mutations import reseal
 
 from retex_hf import ArtifactError, RetexConfig, RetexModel, artifact, folders
 
@@ -60,6 +61,8 @@ def edit_config(folder: Path, change) -> None:
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+    if "artifact" in values:
+        reseal(folder)
 
 
 def test_files_are_those_of_the_design(folder):
@@ -147,7 +150,7 @@ def test_saving_keeps_what_is_not_ours(model, folder):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(artifact, "save_torch_state_dict"), (artifact, "_save"), (folders, "_keep_foreign_files")],
+    [(artifact, "save_torch_state_dict"), (artifact, "_save"), (folders, "keep_files")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_failed_save_leaves_the_previous_artifact_and_no_litter(model, folder, monkeypatch, module, stage):
@@ -161,7 +164,7 @@ def test_a_failed_save_leaves_the_previous_artifact_and_no_litter(model, folder,
     with pytest.raises(OSError, match="disk full"):
         make_classifier(rank=2).save_pretrained(folder)
     with pytest.raises(OSError, match="disk full"):
-        if stage != "_keep_foreign_files":
+        if stage != "keep_files":
             model.save_pretrained(folder.parent / "new")
         else:
             model.save_pretrained(folder)
@@ -196,11 +199,14 @@ def test_a_missing_or_truncated_file_is_named(folder, name):
     content = path.read_bytes()
     for size in (len(content) // 2, 20, 0):
         path.write_bytes(content[:size])
-        with pytest.raises(ArtifactError, match=name if name != "model" else "merged model does not load"):
-            RetexModel.from_pretrained(folder)
+        for verify in (True, False):
+            with pytest.raises(ArtifactError, match=rf"/{name}\.safetensors is not"):
+                RetexModel.from_pretrained(folder, verify=verify)
     path.unlink()
-    with pytest.raises(ArtifactError, match=name if name != "model" else "merged model does not load"):
+    with pytest.raises(ArtifactError, match=rf"/{name}\.safetensors is missing"):
         RetexModel.from_pretrained(folder)
+    with pytest.raises(ArtifactError, match=f"holds no weights: expected {name}"):
+        RetexModel.from_pretrained(folder, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +250,18 @@ def test_recovery_of_another_model_is_refused(folder, tmp_path):
         tmp_path / "other"
     )
     shutil.copy(tmp_path / "other" / "retex_recovery.safetensors", folder / "retex_recovery.safetensors")
-    with pytest.raises(ArtifactError, match="retex_recovery"):
+    with pytest.raises(ArtifactError, match=r"retex_recovery\.safetensors is not the file that"):
         RetexModel.from_pretrained(folder)
+    with pytest.raises(ArtifactError, match=r"retex_recovery\.safetensors lacks"):
+        RetexModel.from_pretrained(folder, verify=False)
 
 
 def test_merged_weights_of_another_architecture_are_refused(folder):
     other = BertForSequenceClassification(BertConfig(**TEXT | {"hidden_size": 8}))
     other.save_pretrained(folder)
+    with pytest.raises(ArtifactError, match="is not the file that"):
+        RetexModel.from_pretrained(folder)
+    reseal(folder)
     with pytest.raises(ArtifactError, match="of the merged model has shape"):
         RetexModel.from_pretrained(folder)
 
@@ -260,6 +271,7 @@ def test_merged_weights_that_are_not_all_there_are_refused(folder):
     tensors = load_file(path)
     del tensors["bert.encoder.layer.0.attention.self.query.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
+    reseal(folder)
     with pytest.raises(ArtifactError, match=r"lacks 1 tensor.*query\.weight"):
         RetexModel.from_pretrained(folder)
 
@@ -270,6 +282,7 @@ def test_integer_factors_are_refused(folder):
     first = next(name for name in tensors if name.endswith(".weight"))
     tensors[first] = tensors[first].to(torch.int32)
     save_file(tensors, path)
+    reseal(folder)
     with pytest.raises(ArtifactError, match=r"asks for torch\.float32"):
         RetexModel.from_pretrained(folder)
 

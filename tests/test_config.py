@@ -150,7 +150,7 @@ def test_artifact_section_is_not_a_field(tmp_path):
     [
         (None, "does not exist"),
         (b"{", "is not valid JSON"),
-        (b"\xff\xfe", "is not valid JSON"),
+        (b"\xff\xfe", "is not text in UTF-8"),
         (b"[1]", "must hold a JSON object, not a list"),
     ],
 )

@@ -479,7 +479,7 @@ def test_a_pinned_task_is_unpinned_when_it_goes():
 def test_a_task_is_not_pinned_while_it_goes():
     model, _, _ = build()
     with ThreadPoolExecutor(1) as pool:
-        with model._turn:  # as a change that is just being made
+        with model._turn.lock:  # as a change that is just being made
             pinned = pool.submit(model.set_adapter, "red")
             wait([pinned], timeout=0.1)
             assert model.active_adapter is None

@@ -15,11 +15,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import yaml_dump
 
-from ..errors import ArtifactError, first_line
+from ..errors import ArtifactError
+from ..reading import parse_yaml
 
 SECTION = re.compile(
     r"^<!-- retex:(?P<name>\w+)(?: (?P<digest>\w+))? -->\n(?P<text>.*?)^<!-- /retex:(?P=name) -->$",
@@ -101,13 +101,10 @@ def split(card: str, where: str) -> tuple[dict[str, Any], str, str | None]:
     found = REGEX_YAML_BLOCK.search(card)
     if found is None:
         return {}, card, None
-    try:
-        values = yaml.safe_load(found[2])
-    except yaml.YAMLError as error:
-        raise ArtifactError(f"{where}: the metadata at the top are not valid YAML: {first_line(error)}.") from None
-    if not isinstance(values, dict | None):
-        raise ArtifactError(f"{where}: the metadata at the top must be keys and values, not a {type(values).__name__}.")
-    return values or {}, card[found.end() :], found[2]
+    if not found[2].strip():
+        return {}, card[found.end() :], found[2]
+    values = parse_yaml(found[2], f"{where}: the block of metadata at the top", ArtifactError)
+    return values, card[found.end() :], found[2]
 
 
 def digest(value: Any) -> str:

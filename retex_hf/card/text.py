@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from ..config import RetexConfig
+from ..config import RetexConfig, routing_options
 from ..parts import RetexParts
+from ..printing import visible
 from ..recovery.shapes import MATRIX
 from ..routing import WeightSignatures
 from ..sizes import bytes_of_experts, sizes_of
@@ -29,7 +30,7 @@ def context(
     All texts are ready for Markdown: of what strangers wrote, nothing is markup. Nor is it a template: it is put into
     one, and that is rendered once.
     """
-    config = parts.config
+    config, routing = parts.config, routing_options(parts.config.routing)
     identifies = parts.signatures is not None or config.signatures == "weights"
     use = use_of(parts.model)
     return {
@@ -38,7 +39,8 @@ def context(
         "base": plain(str((config.base_model or {}).get("id", "one base model"))),
         "architecture": type(parts.model).__name__,
         "identifies": identifies,
-        "soft": config.routing == "soft",
+        "soft": routing["method"] == "soft",
+        "far": {None: None, "merged": "the merged model", "soft": "a mixture of experts"}[routing["far"]],
         "usage": _fenced(snippet(parts.model, config, folder, name, identifies), "python"),
         "shell": _fenced(_shell(name, config, use.reads == IMAGE), "bash"),
         "task_table": _task_table(config),
@@ -56,7 +58,7 @@ def context(
 
 def plain(text: str) -> str:
     """A text of a stranger as Markdown that shows just that, in a table too."""
-    text = html.escape(" ".join(text.split()), quote=False)
+    text = html.escape(visible(" ".join(text.split())), quote=False)
     text = re.sub(r"([\\`*\[\]|~$])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # within words it is no markup
 
@@ -64,6 +66,7 @@ def plain(text: str) -> str:
 def _fenced(code: str | None, language: str) -> str | None:
     if code is None:
         return None
+    code = visible(code, keep="\n")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", code)), default=0))
     return f"{fence}{language}\n{code}\n{fence}"
 

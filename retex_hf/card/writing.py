@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError
@@ -51,7 +51,7 @@ def write_card(
 
     Args:
         parts: The model.
-        folder: Where the artifact lies, or is being written.
+        folder: Where the artifact is being written.
         previous: The folder that it will replace, whose card is brought up to date; default: `folder`.
         name: The Hub repository that the card is for, and whose card lies in `previous`. Of that and the card of the
             artifact that the model was loaded from, the one that a person changed since the last push is brought up to
@@ -79,17 +79,17 @@ def write_card(
         for path, figure in FIGURES.items()
         if _is_there(path, folder, previous) and (figure != "results" or results)
     ]
-    card = ModelCard.from_template(
-        _metadata(parts, name, results),
-        template_path=str(TEMPLATE),
-        figures=shown,
-        **context(parts, folder, name, results),
-    )
+    card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, folder, name, results))
     # Where the base's card is not at hand any more, what it said still holds.
     text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
-    scratch = folder / f".{CARD_NAME}.{uuid.uuid4().hex[:8]}.tmp"
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(folder / CARD_NAME)
+    (folder / CARD_NAME).write_text(text, encoding="utf-8")
+
+
+def _filled(data: ModelCardData, **values: Any) -> ModelCard:
+    """The template with these values. Rendered in a sandbox, which `ModelCard.from_template` does not do: were a value
+    ever taken for a template, it could still reach nothing."""
+    template = ImmutableSandboxedEnvironment().from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return ModelCard(template.render(card_data=data.to_yaml(), **{**data.to_dict(), **values}))
 
 
 def _previous_card(parts: RetexParts, previous: Path) -> Path | None:

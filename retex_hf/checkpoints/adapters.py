@@ -48,6 +48,15 @@ REMEDY = "merge it with peft's merge_and_unload first, and give the merged check
 FACTOR = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_[AB])$")
 # With bias="all" peft also saves the biases of modules_to_save under the names of its wrapper, old ones and new ones.
 WRAPPER = re.compile(r"\.(original_module|modules_to_save)\.")
+# What peft writes under the keys that are read here.
+SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
+    "r": ((int,), "a whole number"), "lora_alpha": ((int, float), "a number"), "task_type": ((str,), "a text"),
+    "rank_pattern": ((dict,), "names and numbers"), "alpha_pattern": ((dict,), "names and numbers"),
+    "target_parameters": ((list,), "a list"), "auto_mapping": ((dict,), "keys and values"),
+    "base_model_name_or_path": ((str,), "a text"),
+}  # fmt: skip
+# Of a pattern for names of modules; beyond this, matching may take forever.
+MOST_CHARACTERS, MOST_REPEATED = 500, 4
 
 Entry = tuple[TensorInfo, Callable[[], Tensor]]
 
@@ -95,6 +104,7 @@ def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> Ad
     label, kind = tensors.label, settings.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, and only LORA is read: {REMEDY}.")
+    _check_settings(label, settings)
     for option in VARIANTS:
         if settings.get(option):
             raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
@@ -104,6 +114,33 @@ def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> Ad
             f"was changed: {REMEDY}."
         )
     return AdapterSource(label, tensors.infos, files=tensors.files, tensors=tensors, settings=settings, **kwargs)
+
+
+def _check_settings(label: str, settings: dict[str, Any]) -> None:
+    """Refuse settings of another kind than peft writes, and patterns that take forever to match."""
+    for key, (allowed, words) in SETTINGS.items():
+        value = settings.get(key)
+        if value is not None and (not isinstance(value, allowed) or isinstance(value, bool)):
+            raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {value!r}.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in (settings.get(key) or {}).items():
+            where = f"{label}: {key} of its configuration"
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+                raise CheckpointError(f"{where} gives {pattern!r} the value {value!r}, expected a number above 0.")
+            if not _is_quick(pattern):
+                raise CheckpointError(f"{where} has {pattern!r}, expected a name, or a pattern with few repetitions.")
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression of a stranger is read, and matched in no time: few repetitions, none of groups."""
+    repeated = re.findall(r"[*+{?]", re.sub(r"\\.", "", pattern))
+    if len(pattern) > MOST_CHARACTERS or len(repeated) > MOST_REPEATED or re.search(r"\)[*+{?]", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def open_peft_model(model: PeftModel, label: str) -> AdapterSource:

@@ -20,6 +20,7 @@ Entries = dict[str, tuple[TensorInfo, Callable[[], Tensor]]]
 # orthogonal (cosine near 0). Anything in between does not occur.
 RELATED_COSINE = 0.2
 RELATED_SAMPLE = 9
+COSINE_CHUNK = 1 << 20
 # The position of a layer (or of anything else that is numbered) in a tensor's name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -144,10 +145,9 @@ def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> Non
     sample = matrices[step // 2 :: step]
     cosines: dict[str, list[float]] = {task: [] for task in experts.tasks}
     for name in sample:
-        base = experts.read_base(name).float().flatten()
+        base = experts.read_base(name)
         for task in experts.tasks:
-            expert = experts.read_expert(task, name).float().flatten()
-            cosines[task].append(torch.nn.functional.cosine_similarity(base, expert, dim=0).item())
+            cosines[task].append(_cosine(base, experts.read_expert(task, name)))
     for task, values in cosines.items():
         # NaN compares false: a damaged tensor is reported as such, by name, when it is merged.
         if values and median(values) < RELATED_COSINE:
@@ -157,11 +157,35 @@ def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> Non
             )
 
 
-def read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read a tensor, refusing NaN and infinity."""
-    tensor = checkpoint.read(name)
+def _cosine(one: Tensor, other: Tensor) -> float:
+    """The cosine between two tensors, 0 where one is zero. In float64, whose squares neither overflow nor vanish."""
+    dot = one_square = other_square = 0.0
+    for a, b in zip(one.reshape(-1).split(COSINE_CHUNK), other.reshape(-1).split(COSINE_CHUNK), strict=True):
+        a, b = a.double(), b.double()
+        dot += (a @ b).item()
+        one_square += (a @ a).item()
+        other_square += (b @ b).item()
+    norms = one_square**0.5 * other_square**0.5
+    return dot / norms if norms else 0.0
+
+
+def read_finite(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a tensor, refusing NaN and infinity, and what would be infinite in `dtype`, the model's own."""
+    return check_range(checkpoint.read(name), checkpoint.label, name, dtype)
+
+
+def check_range(tensor: Tensor, label: str, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The same tensor, if it is finite, in `dtype` too."""
+    if not tensor.numel():
+        return tensor
     # NaN and infinity show in the extremes, which take one pass and no memory.
     extremes = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
     if not all(value.isfinite() for value in extremes):
-        raise CheckpointError(f"{checkpoint.label}: tensor {name!r} holds NaN or infinite values.")
+        raise CheckpointError(f"{label}: tensor {name!r} holds NaN or infinite values.")
+    largest = max(value.abs().item() for value in extremes)
+    if dtype is not None and largest > torch.finfo(dtype).max:
+        raise CheckpointError(
+            f"{label}: tensor {name!r} holds {largest:.1e}, but the merged model is in {dtype}, as its first expert "
+            "is, which has no room for that: name an expert in a wider dtype first."
+        )
     return tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,8 +12,9 @@ from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from torch import nn
 
-from ..errors import CheckpointError, first_line
-from ..hub_errors import HUB_ERRORS, explain
+from ..errors import CheckpointError
+from ..hub_errors import HUB_ERRORS, check_token, explain, without_secrets
+from ..reading import check_links, read_json
 from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
 from .sources import Source, open_files, open_state_dict, weight_files
 
@@ -73,6 +73,8 @@ def locate(
 ) -> tuple[Path, dict[str, Any]]:
     """The local file or folder behind a path or Hub id (downloaded if need be), and its provenance."""
     text = str(spec)
+    if "://" in text:
+        raise CheckpointError(f"{label}: {without_secrets(text, token)} is an address: expected a path or a Hub id.")
     path = Path(text.removeprefix("local-dir:")).expanduser()
     if path.is_file():
         return path, {"source": "local", "id": path.name}
@@ -89,10 +91,12 @@ def locate(
 
 def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: Any) -> Path:
     """What `fetch` gives; `label` says in messages what the repository is for."""
+    check_token(token)
     try:
         return fetch(repo_id, token=token, **kwargs)
     except HFValidationError:
-        raise CheckpointError(f"{label}: {repo_id!r} is neither an existing path nor a Hub id.") from None
+        shown = without_secrets(repr(repo_id), token)
+        raise CheckpointError(f"{label}: {shown} is neither an existing path nor a Hub id.") from None
     except HUB_ERRORS as error:
         reason = explain(error, repo_id, token)
         raise CheckpointError(f"{label}: {repo_id!r} is not a local path, and the Hub says: {reason}") from None
@@ -109,6 +113,8 @@ def fetch(repo_id: str, **kwargs: Any) -> Path:
 
 
 def check_checkpoint_folder(folder: Path, label: str) -> None:
+    """Refuse a folder that holds no checkpoint, or files of which lie elsewhere."""
+    check_links((file for file in folder.iterdir() if file.is_file()), folder, CheckpointError)
     if is_adapter(folder):
         return
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
@@ -119,13 +125,7 @@ def check_checkpoint_folder(folder: Path, label: str) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A configuration file that comes with a checkpoint."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
-    return values
+    return read_json(path, CheckpointError, infinite=True)
 
 
 def _refuse_adapter(label: str, kind: str) -> NoReturn:

@@ -4,8 +4,6 @@ and files are memory-mapped, so reading one tensor costs that tensor."""
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
 import re
 import zipfile
 from abc import ABC, abstractmethod
@@ -19,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_line
+from ..reading import read_json
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -110,6 +109,10 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
         try:
             handle = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118  (not a dict)
+                if name in infos:
+                    raise CheckpointError(
+                        f"{file} holds tensor {name!r}, which another file of the same weights holds too."
+                    )
                 piece = handle.get_slice(name)
                 infos[name] = TensorInfo(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()])
                 handles[name] = handle
@@ -128,15 +131,15 @@ def _load_torch_file(file: Path) -> dict[str, Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist.") from None
-    except pickle.UnpicklingError as error:
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {first_line(error)}") from None
+    except Exception as error:  # torch's reader refuses what is no tensor, and trips over what is damaged
         # torch's own text recommends loading without the safeguard.
-        found = re.search(r"GLOBAL (\S+)", str(error))
+        found = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
         reason = (
             f"it also holds {found[1]}, which could run code" if found else "it is damaged, or another kind of file"
         )
         raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {reason}.") from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {first_line(error)}") from None
     # OpenCLIP's training checkpoints keep the weights under this key, beside the optimiser.
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
@@ -155,19 +158,25 @@ def weight_files(
             if single.is_file():
                 return [single]
             if index.is_file():
-                return _shards(index)
+                return _shards(index, suffix)
     expected = " or ".join(f"{stem}{suffixes[0]}" for stem in stems)
     raise CheckpointError(f"{folder} holds no weights: expected {expected}, or shards of it.")
 
 
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not a valid shard index: {error!r}.") from None
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of a file in a folder, on any system, and leads nowhere else."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+
+
+def _shards(index: Path, suffix: str) -> list[Path]:
+    names = read_json(index, CheckpointError).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f'{index} is not a valid shard index: expected names of files under "weight_map".')
+    for name in names.values():
+        if not isinstance(name, str) or not is_plain_name(name) or not name.endswith(suffix):
+            raise CheckpointError(f"{index} names {name!r}, which is not a {suffix} file beside it.")
+    names = sorted(set(names.values()))
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it.")
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index.parent / name} is missing, but {index.name} lists it.")
     return [index.parent / name for name in names]

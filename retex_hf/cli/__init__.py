@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("evaluate", "EvalOptions", "measure accuracy and identification on a mixed stream of all tasks"),
     "predict": ("predict", "PredictOptions", "answer texts or images, each by its own expert"),
     "inspect": ("inspect", "InspectOptions", "tasks, ranks, storage, spectra and provenance of an artifact"),
+    "verify": ("verify", "VerifyOptions", "check every file and tensor of an artifact, without loading it"),
     "export": ("export", "ExportOptions", "write one task as a plain checkpoint or as a LoRA adapter"),
     "add-task": ("tasks", "AddTaskOptions", "add an expert to an artifact, without the others at hand"),
     "remove-task": ("tasks", "RemoveTaskOptions", "remove a task from an artifact"),
@@ -65,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     from ..errors import RetexError, first_line
+    from ..printing import say
 
     module_name, class_name, _ = COMMANDS[name]
     try:
@@ -74,14 +76,14 @@ def _run(name: str, arguments: list[str]) -> int:
         parsed.run()
         sys.stdout.flush()
     except RetexError as error:
-        print(f"retex {name}: {error}", file=sys.stderr)
+        say(f"retex {name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `retex predict ... | head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
-        print(f"retex {name}: {where}{error.strerror or first_line(error)}.", file=sys.stderr)
+        say(f"retex {name}: {where}{error.strerror or first_line(error)}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"retex {name}: interrupted.", file=sys.stderr)

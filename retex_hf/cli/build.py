@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..artifact import RECIPE_NAME
 from ..config import RetexConfig
+from ..description import RECIPE_NAME
 from ..errors import ConfigError
+from ..hub_errors import without_secrets
 from ..making import differences, make
+from ..printing import say
 from ..recipe import FILLED_ON_BUILD, Recipe, field_names, settable_fields
 from ..recovery import TrainingConfig
 from .options import POSITIONAL, Options, Parser, add_fields
@@ -82,14 +84,14 @@ class BuildOptions(Options):
         if not recipe.output_dir:
             raise ConfigError("Say where the artifact goes: --output-dir, or output_dir in the recipe.")
         for difference in differences(recipe):
-            print(f"note: not bit for bit: {difference}.")
+            say(f"note: not bit for bit: {difference}.")
         model = make(recipe, progress=self.progress)
         errors = model.recovery_errors.values()
         mean = sum(errors) / len(errors) if errors else 0.0
         signed = "signed" if model.signatures is not None else "not signed yet (retex sign)"
-        print(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
+        say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
         if recipe.push_to_hub:
-            print(model.push_to_hub(recipe.push_to_hub).commit_url)
+            say(without_secrets(model.push_to_hub(recipe.push_to_hub).commit_url))
 
 
 def _recipe_file(path: Path) -> Path:

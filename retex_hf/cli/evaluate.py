@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from ..evaluation.artifact import evaluate_model, sample_rows
 from ..folders import check_target
 from ..model import RetexModel
 from ..predictor import PROMPT, Predictor, preprocessor_of
+from ..printing import as_json, say
 from ..recipe import known_data, last_references
 from .options import POSITIONAL, Options
 from .reading import read_classes
@@ -125,6 +125,6 @@ class EvalOptions(Options):
         if self.save:
             model.evaluation = report.summary()
             model.save_description(self.artifact)
-        print(json.dumps(report.summary(), indent=2) if self.json else report)
+        say(as_json(report.summary(), indent=2) if self.json else report)
         if self.save and not self.json:
-            print(f"\nKept in {self.artifact}, and on its card.")
+            say(f"\nKept in {self.artifact}, and on its card.")

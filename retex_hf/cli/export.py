@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from ..errors import ConfigError
 from ..export import export_checkpoint
 from ..model import RetexModel
+from ..printing import say
 from .options import POSITIONAL, Options
 
 
@@ -49,7 +50,7 @@ class ExportOptions(Options):
         model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
         if self.format == "full":
             export_checkpoint(model, self.task, self.output_dir)
-            print(f"{self.output_dir}: the expert {self.task!r} as a {type(model.model).__name__}.")
+            say(f"{self.output_dir}: the expert {self.task!r} as a {type(model.model).__name__}.")
         else:
-            print(model.export_lora(self.task, self.output_dir, scope=self.scope or "all"))
-            print(f"{self.output_dir}: the expert {self.task!r} as a LoRA adapter of {self.artifact}.")
+            say(model.export_lora(self.task, self.output_dir, scope=self.scope or "all"))
+            say(f"{self.output_dir}: the expert {self.task!r} as a LoRA adapter of {self.artifact}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Annotated, Any
 
 import yaml
@@ -11,6 +10,7 @@ import yaml
 from ..evaluation.tables import Table, percent
 from ..hub import find_artifact
 from ..inspection import group_layers, inspect_artifact
+from ..printing import as_json, say
 from ..sizes import bytes_of_experts
 from .options import POSITIONAL, Options
 
@@ -45,16 +45,16 @@ class InspectOptions(Options):
         folder = find_artifact(self.artifact, revision=self.revision)
         found = inspect_artifact(folder, spectra=self.spectra, progress=self.progress)
         if self.json:
-            print(json.dumps(found, indent=2, ensure_ascii=False))
+            say(as_json(found, indent=2))
             return
-        print(f"{self.artifact}: {found['library']} model, {len(found['tasks'])} tasks, {_signed(found)}")
+        say(f"{self.artifact}: {found['library']} model, {len(found['tasks'])} tasks, {_signed(found)}")
         for title, text in (
             ("Tasks", _tasks(found)),
             ("Storage", _storage(found)),
             ("Recovered layers", _layers(found) if self.layers else _layer_types(found)),
             ("Recipe", _recipe(found)),
         ):
-            print(f"\n{title}\n{text}")
+            say(f"\n{title}\n{text}")
 
 
 def _signed(found: dict[str, Any]) -> str:

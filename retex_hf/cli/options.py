@@ -14,9 +14,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-import yaml
-
 from ..errors import ConfigError
+from ..reading import parse_yaml
 
 Self = TypeVar("Self", bound="Options")
 
@@ -127,8 +126,8 @@ def _value_kind(hint: Any) -> tuple[Any, bool]:
 
 def _yaml_value(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text, "a flag", ConfigError, kind=None)
+    except ConfigError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a value") from None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from ..evaluation.tables import Table
 from ..evaluation.tasks import read_line
 from ..model import RetexModel
 from ..predictor import PROMPT, Answer, Predictor, preprocessor_of
+from ..printing import as_json, say
 from .options import POSITIONAL, Options
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
@@ -37,6 +37,8 @@ class PredictOptions(Options):
             images, or - for standard input. Default: standard input.
         text: A text to answer, instead of files (a tab between the texts of a pair). May be repeated.
         task: The task of all inputs, if it is known.
+        routing: hard, soft, or {method: hard, far: merged}: how inputs are given to tasks. Default: as the artifact
+            says. With far, every answer says whether its input is far from all tasks.
         input_column: The key of the input in JSON lines. Default: text, sentence, input, image or file.
         merged: Also give the answer of the plain merged model.
         residuals: Also give the residual of every input to every task.
@@ -60,6 +62,7 @@ class PredictOptions(Options):
     inputs: Annotated[list[str], POSITIONAL] = dataclasses.field(default_factory=list)
     text: list[str] = dataclasses.field(default_factory=list)
     task: str | None = None
+    routing: str | dict[str, Any] | None = None
     input_column: str | None = None
     merged: bool = False
     residuals: bool = False
@@ -78,6 +81,8 @@ class PredictOptions(Options):
             raise InputError("--input-column is for files, not for --text.")
         if self.task is not None and self.residuals:
             raise InputError("--residuals are of inputs whose task is identified; leave out --task.")
+        if self.task is not None and self.routing is not None:
+            raise InputError("--routing is for inputs whose task is identified; leave out --task.")
         if self.prompt != PROMPT and self.classes is None:
             raise InputError("--prompt is for --classes.")
         if self.batch_size < 1:
@@ -93,10 +98,12 @@ class PredictOptions(Options):
             self._print_table(list(tqdm(records, unit="input", disable=not self.progress)))
         else:
             for record in records:
-                print(json.dumps(record, ensure_ascii=False), flush=True)
+                say(as_json(record), flush=True)
 
     def _predictor(self) -> Predictor:
         model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
+        if self.routing is not None:
+            model.routing = self.routing
         if self.task is not None:
             model.set_adapter(self.task)
         elif model.signatures is None and model.retex_config.signatures == "inputs":
@@ -119,6 +126,8 @@ class PredictOptions(Options):
 
     def _record(self, one: Input, answer: Answer, plain: Answer) -> dict[str, Any]:
         record: dict[str, Any] = {"input": one.shown, "task": answer.task}
+        if answer.far is not None:
+            record["far"] = answer.far
         if answer.answer is not None:
             record["answer"] = answer.answer
         if answer.score is not None:
@@ -141,7 +150,7 @@ class PredictOptions(Options):
             row = [_shown(record.get(name), limit) for name in columns]
             rows.append(row + [f"{record['residuals'][task]:.2f}" for task in distances])
         words = [place for place, name in enumerate(columns) if name in ("task", "answer", "merged")]
-        print(Table([*columns, *distances], rows, words=words).text())
+        say(Table([*columns, *distances], rows, words=words).text())
 
 
 def _shown(value: Any, limit: int) -> str:

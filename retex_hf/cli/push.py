@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+from ..hub_errors import without_secrets
 from ..model import RetexModel
+from ..printing import say
 from .options import POSITIONAL, Options
 
 
@@ -50,4 +52,4 @@ class PushOptions(Options):
             commit_message=self.commit_message,
             max_shard_size=self.max_shard_size,
         )
-        print(commit.pr_url or commit.commit_url)
+        say(without_secrets(commit.pr_url or commit.commit_url))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import InputError, first_line
 from ..evaluation.tasks import IMAGE_SUFFIXES, read_line
+from ..reading import parse_json, read_json
 
 STANDARD_INPUT = "-"
 BYTE_ORDER_MARK = "\ufeff"  # which some editors put before a text
@@ -70,17 +70,12 @@ def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str 
                 raise InputError(f"{where}, line {number}: there is no image {line!r}.")
             yield _image(Path(line), kind) if kind == "image" else as_input(read_line(line))
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{where}, line {number} is not JSON: {first_line(error)}.") from None
+        row = parse_json(line, f"{where}, line {number}", InputError)
         value = _value_of(row, column, f"{where}, line {number}")
         yield _image(Path(value), kind) if kind == "image" else as_input(value)
 
 
-def _value_of(row: Any, column: str | None, where: str) -> Any:
-    if not isinstance(row, dict):
-        raise InputError(f"{where} must be a JSON object, not a {type(row).__name__}.")
+def _value_of(row: dict[str, Any], column: str | None, where: str) -> Any:
     names = [column] if column else [name for name in (*TEXT_COLUMNS, "image", "file") if name in row]
     if len(names) != 1 or names[0] not in row:
         raise InputError(f"{where}: say with --input-column which of {sorted(row)} is the input.")
@@ -111,12 +106,7 @@ def read_classes(path: Path | None) -> dict[str, list[str]] | None:
     """The classes of each task from a JSON file, `{task: [names]}`."""
     if path is None:
         return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist.") from None
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}.") from None
+    values = read_json(path, InputError, kind=None)
     named = isinstance(values, dict) and all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in values.values()
     )

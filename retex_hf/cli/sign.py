@@ -9,6 +9,7 @@ from typing import Annotated
 from ..errors import ConfigError
 from ..evaluation.tables import Table, percent
 from ..model import RetexModel
+from ..printing import say
 from ..recipe import known_data, last_references
 from ..signing import References, sign
 from .options import POSITIONAL, Options
@@ -74,7 +75,7 @@ class SignOptions(Options):
             model.save_description(target)
         if accuracies:
             rows = [[layer, percent(share)] for layer, share in accuracies.items()]
-            print(Table(["layer", "identified, held out (%)"], rows).text())
+            say(Table(["layer", "identified, held out (%)"], rows).text())
             print()
         read_at = getattr(model.signatures, "feature_layer", None)
-        print(f"{target}: signed {len(model.tasks)} tasks" + (f", features of {read_at}." if read_at else "."))
+        say(f"{target}: signed {len(model.tasks)} tasks" + (f", features of {read_at}." if read_at else "."))

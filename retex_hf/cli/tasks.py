@@ -9,6 +9,7 @@ from typing import Annotated
 from ..errors import ConfigError
 from ..making import add_task
 from ..model import RetexModel
+from ..printing import say
 from ..recipe import last_references
 from ..signing import References
 from .options import POSITIONAL, Options
@@ -60,10 +61,10 @@ class AddTaskOptions(Options):
         data = {} if self.data is None else {self.task: self.data}
         references = References(data, self.split, self.input_column, length, self.seed)
         options = {"base": self.base, "tolerance": self.tolerance, "progress": self.progress}
-        print(add_task(model, self.task, self.expert, references, **options))
+        say(add_task(model, self.task, self.expert, references, **options))
         target = self.output_dir or self.artifact
         model.save_pretrained(target)
-        print(f"{target}: tasks {', '.join(model.tasks)}.")
+        say(f"{target}: tasks {', '.join(model.tasks)}.")
 
 
 @dataclasses.dataclass
@@ -89,4 +90,4 @@ class RemoveTaskOptions(Options):
         model.delete_task(self.task)
         target = self.output_dir or self.artifact
         model.save_pretrained(target)
-        print(f"{target}: tasks {', '.join(model.tasks)}.")
+        say(f"{target}: tasks {', '.join(model.tasks)}.")

@@ -66,7 +66,14 @@ def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup
         '<div class="rx-left">{}</div>'
         '<div class="rx-right"><p class="rx-chosen">{} <strong data-task="{}">{}</strong></p>{}</div>'
         "</article>"
-    ).format(number, Markup("").join(body), "Routed to" if routed else "Task", answer.task, answer.task, bars)
+    ).format(number, Markup("").join(body), _way(answer), answer.task, answer.task, bars)
+
+
+def _way(answer: Answer) -> str:
+    """How an input came to its task."""
+    if answer.far:
+        return "Far from every task; nearest is"
+    return "Task" if answer.residuals is None else "Routed to"
 
 
 def bars_html(answer: Answer) -> Markup:

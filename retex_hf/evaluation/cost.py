@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from ..errors import EvaluationError
 from ..expert_weights import ExpertWeights
 from ..readout import Readout
+from ..writing import whole_file
 from .checks import check_tasks
 from .method import Collate, Material, Method, Prediction, TaskData
 from .run import MODES, ask, mixed_batches, modes_of
@@ -126,10 +127,11 @@ class CostTable:
             `{name: path}` of the files.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         paths = {kind: folder / f"cost.{kind}" for kind in ("json", "md")}
-        paths["json"].write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        paths["md"].write_text(self.markdown(), encoding="utf-8")
+        with whole_file(paths["json"]) as file:
+            file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        with whole_file(paths["md"]) as file:
+            file.write_text(self.markdown(), encoding="utf-8")
         return paths
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..plots import COLOURS, DPI
+from ..writing import whole_file
 from .run import MODES
 
 BAR_HEIGHT = 0.28
@@ -52,5 +53,6 @@ def plot_report(summary: Mapping[str, Any], path: str | Path | None = None) -> F
     label = "Normalised accuracy (%)" if normalised else "Mean accuracy (%)"
     figure.supxlabel(f"{label}, with {summary['bootstrap']['confidence']:.0%} intervals", fontsize=8)
     if path is not None:
-        figure.savefig(path)
+        with whole_file(path) as file:
+            figure.savefig(file)
     return figure

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from ..errors import EvaluationError
+from ..writing import whole_file
 from .bootstrap import CONFIDENCE, RESAMPLES, Interval
 from .comparison import Comparison
 from .figures import plot_report
@@ -109,11 +110,12 @@ class Report:
             `{name: path}` of the files.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         paths = {kind: folder / f"results.{kind}" for kind in ("json", "md", "png")}
         text = json.dumps(self._summary, indent=2, ensure_ascii=False)
-        paths["json"].write_text(text + "\n", encoding="utf-8")
-        paths["md"].write_text(self.markdown(), encoding="utf-8")
+        with whole_file(paths["json"]) as file:
+            file.write_text(text + "\n", encoding="utf-8")
+        with whole_file(paths["md"]) as file:
+            file.write_text(self.markdown(), encoding="utf-8")
         plot_report(self._summary, paths["png"])
         return paths
 

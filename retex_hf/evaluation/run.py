@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..errors import EvaluationError
+from ..reading import read_json
 from ..readout import Answer
+from ..writing import whole_file
 from .checks import check_answers, check_chosen_tasks, check_tasks
 from .method import Collate, Method, Prediction, TaskData
 from .metrics import matches
@@ -82,18 +84,16 @@ class Evaluation:
 
     def save(self, path: str | Path) -> None:
         """Write everything as JSON, so that a long series of evaluations can be resumed."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # An interrupted run must not leave half a file that the next one takes for a result.
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        with whole_file(path) as file:
+            file.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:
         """Read what `save` wrote."""
+        values = read_json(Path(path), EvaluationError)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(f"{path} holds no evaluation, as Evaluation.save writes it ({error!r}).") from None
 

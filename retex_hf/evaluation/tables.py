@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..printing import visible
+
 
 @dataclass(frozen=True)
 class Table:
@@ -50,12 +52,13 @@ class Table:
         a          90.0*
         """
         starred = [
-            [f"{cell}*" if (number, place) in self.bold else cell for place, cell in enumerate(row)]
+            [f"{visible(cell)}*" if (number, place) in self.bold else visible(cell) for place, cell in enumerate(row)]
             for number, row in enumerate(self.rows)
         ]
-        widths = [max(len(row[place]) for row in [self.header, *starred]) for place in range(len(self.header))]
+        header = [visible(title) for title in self.header]
+        widths = [max(len(row[place]) for row in [header, *starred]) for place in range(len(header))]
         lines = [self._group_line(widths)] if self.groups else []
-        lines += [self._aligned(self.header, widths), "-" * (sum(widths) + 2 * (len(widths) - 1))]
+        lines += [self._aligned(header, widths), "-" * (sum(widths) + 2 * (len(widths) - 1))]
         return "\n".join(line.rstrip() for line in [*lines, *(self._aligned(row, widths) for row in starred)])
 
     def _is_words(self, place: int) -> bool:

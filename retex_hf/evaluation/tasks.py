@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Image, Value, load_dataset, load_from_disk
 
 from ..errors import EvaluationError, first_line
+from ..reading import read_json
 from ..readout import Answer
 from .method import TaskData
 
@@ -30,6 +30,8 @@ PAIRS = (
 LABEL_COLUMNS = ("label", "labels", "target", "answer")
 # owner/name, or a bare name; then :configuration and @revision.
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^@]+))?(?:@(?P<revision>.+))?")
+# A column within a prompt.
+COLUMN = re.compile(r"{(\w+)}")
 
 Source = str | Path | Dataset | DatasetDict
 
@@ -215,10 +217,7 @@ def _part(name: str, data: Dataset | DatasetDict, split: str, where: str) -> Dat
 def _read_names(path: Path) -> list[str] | None:
     if not path.is_file():
         return None
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(f"{path} is not valid JSON ({first_line(error)}).") from None
+    names = read_json(path, EvaluationError, kind=None)
     names = names.get("labels") if isinstance(names, dict) else names
     if not isinstance(names, list) or not all(isinstance(label, str) for label in names):
         raise EvaluationError(f'{path} must hold the names of the classes, as a list or under the key "labels".')
@@ -230,7 +229,7 @@ def _input_columns(name: str, data: Dataset, given: str | Sequence[str] | None, 
     there = data.column_names
     if given is not None:
         prompt = isinstance(given, str) and "{" in given
-        wanted = re.findall(r"{(\w+)}", given) if prompt else [given] if isinstance(given, str) else list(given)
+        wanted = COLUMN.findall(given) if prompt else [given] if isinstance(given, str) else list(given)
         for column in wanted:
             _require_column(name, column, there)
         return given if isinstance(given, str) else tuple(given)
@@ -277,7 +276,8 @@ def _inputs(data: Dataset, columns: str | tuple[str, ...]) -> Sequence[Any]:
     if isinstance(columns, tuple):
         return list(zip(*(data[column] for column in columns), strict=True))
     if "{" in columns:
-        return [columns.format(**row) for row in data]
+        # Not `str.format`, with which a prompt could also ask for attributes of a value, or for a gigabyte of blanks.
+        return [COLUMN.sub(lambda found, row=row: str(row[found[1]]), columns) for row in data]
     # Images stay in their files until they are asked for.
     return data[columns] if isinstance(data.features[columns], Image) else list(data[columns])
 

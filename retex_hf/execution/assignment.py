@@ -14,16 +14,19 @@ from ..errors import TaskError
 
 @dataclass
 class Group:
-    """Rows that run on one expert: a task, or a mixture (then `task_id` is the likeliest, whose head is used)."""
+    """Rows that run on one expert: a task, or a mixture (then `task_id` is the likeliest, whose head is used), or, not
+    `recovered`, the merged model under the task's head."""
 
     task_id: int
     rows: Tensor
     weights: Tensor | None = None
+    recovered: bool = True
 
 
 @dataclass
 class Assignment:
-    """A task per row, or mixing weights (rows, T) per row."""
+    """A task per row, and mixing weights (rows, T) where a row runs on more or less than its task's expert: those of a
+    row that runs on the merged model are all zero."""
 
     task_ids: Tensor
     weights: Tensor | None = None
@@ -34,12 +37,14 @@ class Assignment:
                 Group(task_id, (self.task_ids == task_id).nonzero().flatten())
                 for task_id in self.task_ids.unique().tolist()
             ]
-        mixtures, member = torch.unique(self.weights, dim=0, return_inverse=True)
+        # The head is that of the row's task, which equal weights do not tell.
+        by_row = torch.cat([self.task_ids.unsqueeze(1).to(self.weights.dtype), self.weights], dim=1)
+        kinds, member = torch.unique(by_row, dim=0, return_inverse=True)
         groups = []
-        for index, mixture in enumerate(mixtures):
-            task_id = int(mixture.argmax())
-            pure = bool(mixture[task_id] == 1)
-            groups.append(Group(task_id, (member == index).nonzero().flatten(), None if pure else mixture))
+        for index, (task_id, *mixture) in enumerate(kinds.tolist()):
+            rows = (member == index).nonzero().flatten()
+            pure, merged = mixture[int(task_id)] == 1, not any(mixture)
+            groups.append(Group(int(task_id), rows, None if pure or merged else kinds[index, 1:], not merged))
         return groups
 
 

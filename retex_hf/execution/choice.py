@@ -66,7 +66,7 @@ class Chooser:
         mixed, or_grouped = self.mixed(), self.execution == "auto" and self.swappable
         try:
             if mixed.reason is not None:
-                raise mixed.reason
+                raise MixedUnsupported(mixed.reason)
             segments = mixed.segments(groups)
             certificate, work = mixed.probe(method, kwargs, segments, splitter)
         except MixedUnsupported as reason:
@@ -80,6 +80,7 @@ class Chooser:
 
     def missing(self, groups: list[Group]) -> float:
         """How many experts must be made for a call; those that the cache can keep are shared with later calls."""
+        groups = [group for group in groups if group.recovered]  # the merged body is at hand
         mixtures = sum(group.weights is not None for group in groups)
         pure = len(groups) - mixtures
         if pure * self.expert_bytes > self.cache.capacity:
@@ -90,7 +91,8 @@ class Chooser:
     def _surely_grouped(self, groups: list[Group]) -> bool:
         """One expert that stays at hand is the plain model, which nothing beats."""
         one = len(groups) == 1 and groups[0].weights is None
-        return self.swappable and one and self.expert_bytes <= self.cache.capacity
+        stays = one and (not groups[0].recovered or self.expert_bytes <= self.cache.capacity)
+        return self.swappable and stays
 
 
 def size_of_call(

@@ -12,13 +12,13 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import CancelledError, Future
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..locks import renew_in_children
 from ..recovery import RecoveryModule
 
 ALIGNMENT = 64  # bytes; what vector instructions like best
@@ -161,6 +161,16 @@ class _WeakMethod:
         return getattr, (self._owner(), self._name)
 
 
+class _Making:
+    """An item in the making. Threads that need it take turns: the first one makes it, or if that fails the next."""
+
+    def __init__(self) -> None:
+        # A maker that comes to need the item itself must not wait for itself.
+        self.turn = threading.RLock()
+        self.wanted = 0  # by so many threads
+        self.done, self.item = False, None
+
+
 class ExpertCache:
     """Keeps the most recently used experts, up to a number of bytes of tensors of their own. Safe under threads.
 
@@ -180,9 +190,14 @@ class ExpertCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.hits = self.misses = self.evictions = 0
-        self._lock = threading.Lock()
         self._items: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
-        self._making: dict[Hashable, Future] = {}
+        self.renew_locks()
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """For the child of a fork, in which nobody makes what other threads were making."""
+        self._lock = threading.Lock()
+        self._making: dict[Hashable, _Making] = {}
 
     def get(self, key: Hashable, make: Callable[[], object], size: Callable[[], int] | None = None) -> object:
         """The item under a key, or a new one.
@@ -196,36 +211,42 @@ class ExpertCache:
                 what takes no bytes of its own.
         """
         counted = size is not None
-        while True:
-            with self._lock:
-                if key in self._items:
-                    self.hits += counted
-                    self._items.move_to_end(key)
-                    return self._items[key][0]
-                future = self._making.get(key)
-                if future is None:
-                    self.misses += counted
-                    future = self._making[key] = Future()
-                    break
-            try:
-                item = future.result()
-            except CancelledError:  # its maker failed; whoever comes first tries again
-                continue
-            with self._lock:
+        with self._lock:
+            if key in self._items:
                 self.hits += counted
-            return item
+                self._items.move_to_end(key)
+                return self._items[key][0]
+            making = self._making.setdefault(key, _Making())
+            making.wanted += 1
         try:
-            own = size() if counted else 0
-            with self._lock:
-                self._evict(own)
-            item = make()
+            with making.turn:
+                if making.done:
+                    with self._lock:
+                        self.hits += counted
+                else:
+                    self._make(key, making, make, size)
+                return making.item
         except BaseException:
-            self._settle(key, future, None)
-            future.cancel()
+            with self._lock:
+                making.wanted -= 1
+                if not making.wanted and self._making.get(key) is making:
+                    del self._making[key]
             raise
-        self._settle(key, future, (item, own))
-        future.set_result(item)
-        return item
+
+    def _make(self, key: Hashable, making: _Making, make: Callable[[], object], size: Callable[[], int] | None) -> None:
+        own = size() if size is not None else 0
+        with self._lock:
+            self.misses += size is not None
+            self._evict(own)
+        making.item = make()
+        with self._lock:
+            # If the cache was cleared meanwhile, what was made of old weights is not kept.
+            if self._making.get(key) is making:
+                del self._making[key]
+                if own <= self.capacity:
+                    self._evict(own)  # another thread may have taken the room
+                    self._items[key] = (making.item, own)
+        making.done = True
 
     def _evict(self, size: int) -> None:
         """Let the oldest go until `size` more bytes fit; what will not be kept drives nothing out."""
@@ -234,24 +255,15 @@ class ExpertCache:
             del self._items[next(key for key, (_, own) in self._items.items() if own)]
             self.evictions += 1
 
-    def _settle(self, key: Hashable, future: Future, entry: tuple[object, int] | None) -> None:
-        with self._lock:
-            if self._making.get(key) is not future:
-                return  # the cache was cleared meanwhile: what was made of old weights is not kept
-            del self._making[key]
-            if entry is not None and entry[1] <= self.capacity:
-                self._evict(entry[1])  # another thread may have taken the room
-                self._items[key] = entry
-
     @property
     def bytes(self) -> int:
-        return sum(size for _, size in self._items.values())
+        return sum(size for _, size in self._items.copy().values())
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._items
 
     def __len__(self) -> int:
-        return sum(size > 0 for _, size in self._items.values())
+        return sum(size > 0 for _, size in self._items.copy().values())
 
     def __repr__(self) -> str:
         return (

@@ -50,6 +50,7 @@ class ExpertRunner:
 
     def expert(self, group: Group, recovered: bool = True) -> nn.Module:
         """The expert of a group; with `recovered=False` the merged body under the task's head."""
+        recovered = recovered and group.recovered
         learning = recovered and self._is_learning()
         make = partial(self._make, group, recovered, learning)
         # Mixtures are endless, and weights that are being learned change at every step; only pure tasks are worth
@@ -129,8 +130,8 @@ class ExpertRunner:
         def call(run: Callable[..., Any], rows: Tensor) -> Any:
             """Call what runs some of the rows; all of them need not be taken apart."""
             alone = len(groups) == 1
-            with replaying(record, None if alone else rows):
-                return run(method, kwargs if alone else splitter.take(kwargs, rows))
+            taken = kwargs if alone else splitter.take(kwargs, rows)
+            return replaying(record, None if alone else rows, lambda: run(method, taken))
 
         parts = None if one_pass is None else self._run_mixed(one_pass, groups, call)
         rows, outputs = parts or self._run_grouped(groups, recovered, call)
@@ -201,7 +202,7 @@ class ExpertRunner:
         return Chooser(
             self.execution,
             self.cache,
-            cached=lambda group: self._key(group, True) in self.cache,
+            cached=lambda group: self._key(group, group.recovered) in self.cache,
             expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
             swappable=swappable,
             mixed=lambda: self.cache.get("mixed", self._make_mixed),

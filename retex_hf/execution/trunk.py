@@ -8,9 +8,8 @@ feature pass has recorded. Outside such a call they run as always.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +37,12 @@ class TrunkRecord:
 _replayed: ContextVar[tuple[TrunkRecord, Tensor | None] | None] = ContextVar("retex_trunk", default=None)
 
 
-@contextmanager
-def replaying(record: TrunkRecord | None, rows: Tensor | None) -> Iterator[None]:
-    """Within this context the trunk's blocks give back a record: of these rows, or of all in their order."""
-    token = _replayed.set(None if record is None else (record, rows))
-    try:
-        yield
-    finally:
-        _replayed.reset(token)
+def replaying(record: TrunkRecord | None, rows: Tensor | None, run: Callable[[], Any]) -> Any:
+    """Run something while the trunk's blocks give back a record: of these rows, or of all in their order. It has a
+    context of its own, so that nothing must be put back afterwards, whatever happens."""
+    context = copy_context()
+    context.run(_replayed.set, None if record is None else (record, rows))
+    return context.run(run)
 
 
 class _Replay:

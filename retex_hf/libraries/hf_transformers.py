@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -27,6 +29,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
 from ..errors import CheckpointError, first_line, shorten
+from .limits import check_counts, check_weights, limited_pieces
+from .refusals import check_options, check_transformers_folder
 
 NAME = "transformers"
 WEIGHTS_STEM, SHARDED = "model", True
@@ -50,10 +54,14 @@ def architecture(folder: Path) -> str:
 
 def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
     """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
+    check_options(kwargs)
+    check_transformers_folder(folder, _read_config(folder))
     name = architecture(folder)
     cls = _model_class(name, folder / "config.json")
+    # Said in so many words: left open, transformers would ask the person at the keyboard whether to run foreign code.
+    options = {**kwargs, "trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = cls.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        model, report = cls.from_pretrained(folder, **options)
     except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
     for key, shape, expected in sorted(report["mismatched_keys"]):
@@ -66,6 +74,44 @@ def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel
     return model.eval()
 
 
+def plan(folder: Path, source: Source) -> PreTrainedModel:
+    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration.
+
+    Nothing is taken from them, and nothing is made that they could not fill.
+    """
+    path, name = folder / "config.json", architecture(folder)
+    cls = _model_class(name, path)
+    values = _read_config(folder)
+    check_transformers_folder(folder, values)
+    check_counts(path, values, source)
+    config = (load_config if cls is AutoModel else partial(_own_config, cls))(folder)
+    contexts = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
+    try:
+        with limited_pieces(path, source), ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            model = AutoModel.from_config(config, trust_remote_code=False) if cls is AutoModel else cls(config)
+        model.tie_weights()
+        aligned, unexpected = align(model, source)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a foreign file makes transformers raise
+        raise CheckpointError(f"{path} does not describe a {name}: {first_line(error)}") from error
+    if unexpected:
+        raise CheckpointError(
+            f"{source.label} holds {shorten(unexpected)}, which the {name} that {path.name} asks for does not have."
+        )
+    check_weights(path, model, source, {key: info for key, (info, _) in aligned.items()})
+    return model.eval()
+
+
+def _own_config(cls: type, folder: Path) -> PreTrainedConfig:
+    try:
+        return cls.config_class.from_pretrained(folder)
+    except Exception as error:  # whatever a foreign file makes transformers raise
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
+
+
 def _model_class(name: str, asked_by: Path | str) -> type:
     cls = getattr(transformers, name, None)
     if cls is not AutoModel and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -75,8 +121,9 @@ def _model_class(name: str, asked_by: Path | str) -> type:
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a folder."""
+    check_transformers_folder(folder, _read_config(folder))
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a foreign file makes transformers raise
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,11 +21,15 @@ from torch import Tensor, nn
 
 from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import Source, TensorInfo
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, first_line, shorten
+from .limits import check_counts, check_weights, limited_pieces
+from .refusals import check_open_clip_config, text_tower
 
 NAME = "open_clip"
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
 WEIGHTS_STEM, SHARDED = Path(WEIGHTS_FILE).stem, False
+# Every number in OpenCLIP's configuration is a size.
+ANY_KEY = re.compile("")
 # Where we keep what an OpenCLIP model does not: the dict of its own `open_clip_config.json`.
 CONFIG_ATTRIBUTE = "open_clip_config"
 
@@ -39,7 +44,7 @@ def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None,
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
     config = read_config(folder)
     try:
-        model = open_clip.create_model(f"local-dir:{folder}").eval()
+        model = _create(folder, config)
     except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
         # torch's first line only says that something does not fit; the second says what.
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -53,10 +58,30 @@ def load_on_meta(folder: Path) -> nn.Module:
     config = read_config(folder)
     try:
         with torch.device("meta"), _no_warning_of_missing_weights():
-            model = open_clip.create_model(f"local-dir:{folder}", load_weights=False, device="meta").eval()
+            model = _create(folder, config, load_weights=False, device="meta")
     except Exception as error:  # as in `load`
-        raise CheckpointError(f"{folder} does not describe an OpenCLIP model: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} does not describe an OpenCLIP model: {first_line(error)}"
+        ) from error
     setattr(model, CONFIG_ATTRIBUTE, config)
+    return model
+
+
+def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
+    """A model of a folder's configuration, of which nothing is fetched."""
+    return open_clip.create_model(f"local-dir:{folder}", **text_tower(config, folder / CONFIG_FILE), **options).eval()
+
+
+def plan(folder: Path, source: Source) -> nn.Module:
+    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration."""
+    path = folder / CONFIG_FILE
+    check_counts(path, read_config(folder), source, keys=ANY_KEY)
+    with limited_pieces(path, source):
+        model = load_on_meta(folder)
+    unexpected = sorted(source.infos.keys() - model.state_dict().keys())
+    if unexpected:
+        raise CheckpointError(f"{source.label} holds {shorten(unexpected)}, which {CONFIG_FILE} does not ask for.")
+    check_weights(path, model, source, source.infos)
     return model
 
 
@@ -110,7 +135,10 @@ def describe(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    return read_json_object(folder / CONFIG_FILE)
+    """The configuration of a folder, which asks for nothing that would run code or be fetched."""
+    config = read_json_object(folder / CONFIG_FILE)
+    check_open_clip_config(config, folder / CONFIG_FILE)
+    return config
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:

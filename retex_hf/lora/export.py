@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import uuid
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from ..checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_STEM, PREFIX, TASK_CL
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, ConfigError, RetexError, shorten
 from ..execution import is_plain, task_index
-from ..folders import check_target, move_into_place
+from ..folders import check_movable, replacing
 from ..parts import RetexParts
 from .factors import Offsets, lora_tensors, saved_tensors, stack_tensors
 from .plan import SCOPES, Plan, is_mergeable, make_plan
@@ -181,7 +179,7 @@ def base_name(folder: Path | None) -> str | None:
 
 
 def _check_folder(folder: Path) -> Path:
-    folder = check_target(folder)
+    folder = check_movable(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / ADAPTER_CONFIG).is_file():
         raise ArtifactError(f"{folder} holds other files and no adapter: expected a new folder, or an adapter's.")
     return folder
@@ -195,12 +193,7 @@ def _check_plain(model: nn.Module, names: list[str]) -> None:
 
 
 def _write(tensors: dict[str, Tensor], config: LoraConfig, folder: Path) -> None:
-    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
-    scratch.mkdir()
-    try:
+    with replacing(folder, OWN_FILES) as new:
         plain = {PREFIX + name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(plain, scratch / f"{ADAPTER_STEM}.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(scratch)
-        move_into_place(scratch, folder, OWN_FILES)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        save_file(plain, new / f"{ADAPTER_STEM}.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(new)

@@ -8,7 +8,7 @@ from .samplers import sample_weights
 from .shapes import Layout, effective_rank, plan_layout
 from .solver import plan_layouts, relative_errors, soft_moments, solve_all
 from .targets import Targets
-from .training import History, TrainingConfig, train
+from .training import History, TrainingConfig, clear_state, train
 
 __all__ = [
     "Design",
@@ -22,6 +22,7 @@ __all__ = [
     "Targets",
     "TrainingConfig",
     "allocate",
+    "clear_state",
     "dirichlet_moments",
     "effective_rank",
     "narrow_basis",

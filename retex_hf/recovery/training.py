@@ -20,11 +20,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from ..config import RetexConfig
-from ..errors import ConfigError, RetexError
+from ..errors import ConfigError, RetexError, first_line
+from ..folders import replace
+from ..reading import read_json
+from ..writing import write_errors
 from .module import RecoveryModule
 from .samplers import sample_weights
 from .shapes import MATRIX, Layout
@@ -34,6 +38,8 @@ from .targets import Targets
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
 STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
+NEW_STATE, OLD_STATE = f"{STATE_NAME}.new", f"{STATE_NAME}.old"
+STATES = (STATE_NAME, NEW_STATE, OLD_STATE)
 
 
 @dataclass
@@ -147,25 +153,32 @@ def train(
     accelerator: Accelerator | None = None,
     progress: bool = True,
     history: History | None = None,
+    keep_state: bool = False,
 ) -> RecoveryModule:
-    """Train a recovery module; resumes from `checkpoint_dir` if a state is there."""
+    """Train a recovery module; resumes from `checkpoint_dir` if a state is there.
+
+    With `keep_state` the state at the end stays there, for a caller who has yet to bring the result to the disk and
+    then calls `clear_state`.
+    """
     accelerator = accelerator or Accelerator()
     if training.soft_steps and config.soft_training is None:
         raise ConfigError("TrainingConfig.soft_steps needs RetexConfig.soft_training to say which mixtures to draw.")
     share = _share(training.batch_size, accelerator)
     set_seed(training.seed)
     recovery = _initial(targets, layouts, config, training, accelerator, progress)
+    if not layouts:
+        return recovery  # no expert differs from the merge
     whole = deepcopy(recovery).to("meta")  # the module's form, for when its parameters are sharded
     loss_module = RecoveryLoss(recovery, targets, training)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
     schedule = get_cosine_schedule_with_warmup(optimizer, training.warmup_steps, total)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
-    # Not prepared: accelerate would advance it once per process, but here a step is a step whatever their number.
-    accelerator.register_for_checkpointing(schedule)
+    # Not prepared: accelerate would advance it once per process, but here a step is a step whatever their number. Nor
+    # registered with it: what is registered it reads as a pickle, which could run code.
 
     history = history if history is not None else History()
-    checkpoint = _Checkpoint(training, config, targets, accelerator)
+    checkpoint = _Checkpoint(training, config, targets, accelerator, schedule)
     start = checkpoint.resume(history)
     bar = tqdm(
         range(start, total),
@@ -196,6 +209,11 @@ def train(
         saving = (step + 1) % training.checkpoint_every == 0
         if (step + 1) % training.log_every == 0 or saving or step + 1 == total:
             loss, square, energy = accelerator.reduce(sums, "sum").tolist()
+            if not math.isfinite(loss):
+                raise RetexError(
+                    f"Training has left the numbers behind: the loss is {loss} at step {step + 1}. Take a smaller "
+                    'learning_rate, or solver="closed_form", which has none.'
+                )
             record = {
                 "step": step + 1,
                 "loss": loss / (training.batch_size * since),
@@ -206,9 +224,10 @@ def train(
             accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step + 1)
             history.records.append(record | _gammas(accelerator.unwrap_model(loss_module).recovery))
             sums, since = torch.zeros_like(sums), 0
-        if saving and step + 1 < total:
+        if keep_state if step + 1 == total else saving:
             checkpoint.save(step + 1, history)
-    checkpoint.finish()
+    if not keep_state and accelerator.is_main_process:
+        clear_state(training)
     return _gathered(accelerator, loss_module, whole)
 
 
@@ -271,10 +290,15 @@ class _Checkpoint:
     """The state of a run in a folder: accelerate's own state, our progress, and what configuration it belongs to."""
 
     def __init__(
-        self, training: TrainingConfig, config: RetexConfig, targets: Targets, accelerator: Accelerator
+        self,
+        training: TrainingConfig,
+        config: RetexConfig,
+        targets: Targets,
+        accelerator: Accelerator,
+        schedule: LambdaLR,
     ) -> None:
         self.folder = None if training.checkpoint_dir is None else Path(training.checkpoint_dir)
-        self.accelerator = accelerator
+        self.accelerator, self.schedule = accelerator, schedule
         settings = {k: v for k, v in asdict(training).items() if not k.startswith(("checkpoint_", "log_"))}
         shapes = {name: list(targets.merged[name].shape) for name in targets.names}
         values = {"training": settings, "config": config.to_dict(), "tasks": targets.experts.tasks, "shapes": shapes}
@@ -284,34 +308,42 @@ class _Checkpoint:
         """Written beside the previous state and moved into place, so that one whole state is always there."""
         if self.folder is None:
             return
-        scratch = self.folder / f"{STATE_NAME}.new"
-        if self.accelerator.is_main_process:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(scratch))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            values = {"step": step, "identity": self.identity, "records": history.records}
-            (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
-            current, old = self.folder / STATE_NAME, self.folder / f"{STATE_NAME}.old"
-            shutil.rmtree(old, ignore_errors=True)
-            if current.exists():
-                current.rename(old)
-            scratch.rename(current)
-            shutil.rmtree(old, ignore_errors=True)
+        current, scratch, old = (self.folder / name for name in STATES)
+        main = self.accelerator.is_main_process
+        try:
+            with write_errors(self.folder):
+                if main:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    scratch.mkdir(parents=True)
+                self.accelerator.wait_for_everyone()
+                self.accelerator.save_state(str(scratch))
+                self.accelerator.wait_for_everyone()
+                if main:
+                    values = {"step": step, "identity": self.identity, "records": history.records}
+                    values["schedule"] = self.schedule.state_dict()
+                    (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
+                    shutil.rmtree(old, ignore_errors=True)
+                    replace(scratch, current, old, own_files=("*",))
+                    shutil.rmtree(old, ignore_errors=True)
+        finally:
+            if main:
+                shutil.rmtree(scratch, ignore_errors=True)  # the previous state, or half a new one
         self.accelerator.wait_for_everyone()
 
     def resume(self, history: History) -> int:
         """Load the newest whole state; returns the number of steps done."""
         if self.folder is None:
             return 0
-        for state in (self.folder / STATE_NAME, self.folder / f"{STATE_NAME}.old"):
+        for state in (self.folder / STATE_NAME, self.folder / OLD_STATE):
             if (state / PROGRESS_NAME).is_file():
                 break
         else:
             return 0
-        values = json.loads((state / PROGRESS_NAME).read_text(encoding="utf-8"))
+        values = read_json(state / PROGRESS_NAME, RetexError, infinite=True)  # a loss may be
+        kinds = {"step": int, "identity": dict, "records": list, "schedule": dict}
+        for name, kind in kinds.items():
+            if not isinstance(values.get(name), kind):
+                raise RetexError(f"{state / PROGRESS_NAME} has no {name!r}: delete {state} to train from the start.")
         for part, ours in self.identity.items():
             if values["identity"].get(part) != ours:
                 change = _first_change(values["identity"].get(part), ours)
@@ -319,15 +351,24 @@ class _Checkpoint:
                     f"{state} belongs to a run with another configuration ({change} in {part}): "
                     "use another checkpoint_dir, or delete it."
                 )
-        self.accelerator.load_state(str(state))
+        try:
+            self.accelerator.load_state(str(state))
+            self.schedule.load_state_dict(values["schedule"])
+        except Exception as error:  # whatever a damaged or foreign file makes accelerate and torch raise
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RetexError(
+                f"{state} cannot be resumed from ({first_line(error)}): delete it to train from the start."
+            ) from None
         history.records[:] = values["records"]
         return values["step"]
 
-    def finish(self) -> None:
-        """The run is over: a state to resume from would only mislead the next one."""
-        if self.folder is not None and self.accelerator.is_main_process:
-            for name in (STATE_NAME, f"{STATE_NAME}.new", f"{STATE_NAME}.old"):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+def clear_state(training: TrainingConfig) -> None:
+    """The run is over, and its result is safe: a state to resume from would only mislead the next run."""
+    if training.checkpoint_dir is not None:
+        for name in STATES:
+            shutil.rmtree(Path(training.checkpoint_dir) / name, ignore_errors=True)
 
 
 def _first_change(theirs: Any, ours: Any) -> str:

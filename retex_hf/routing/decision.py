@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..config import routing_options
+from ..errors import InputError, shorten
+
+# What a temperature of practically nothing is taken for: dividing by less than this is dividing by zero.
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass
@@ -16,6 +23,9 @@ class Routing:
     the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are there where the task was
     identified from the input (with `signatures="weights"` a residual is minus the task's score); `num_labels` is the
     width of each row's own head, where heads differ.
+
+    `abstained` (rows,) is there where `RetexConfig.routing` says what becomes of far rows, and true for those: their
+    task is only the nearest. `weights` then say what was used: of a row that ran on the merged model, all are zero.
     """
 
     task_ids: Tensor
@@ -24,16 +34,52 @@ class Routing:
     residuals: Tensor | None = None
     probabilities: Tensor | None = None
     num_labels: list[int] | None = None
+    abstained: Tensor | None = None
 
 
-def decide(residuals: Tensor, tasks: list[str], routing: str, temperature: float) -> Routing:
-    """The task of smallest residual; under soft routing the whole distribution `softmax(-R / temperature)`."""
-    probabilities = torch.softmax(-residuals / temperature, dim=1)
-    task_ids = residuals.argmin(1)
+def decide(
+    residuals: Tensor,
+    tasks: list[str],
+    routing: str | dict[str, Any],
+    temperature: float,
+    thresholds: Tensor | None = None,
+) -> Routing:
+    """The task of smallest residual (of equal ones, the first); under soft routing the whole distribution
+    `softmax(-R / temperature)`.
+
+    With `far` in `routing`, a row whose smallest residual exceeds the threshold of that task (T,) is far. So is a row
+    without finite residuals, if it is to run on the merged model: then it counts as infinitely far from every task,
+    and all are equally likely. Otherwise such a row is an error: no task is nearest to it.
+    """
+    options = routing_options(routing)
+    method, far = options["method"], options["far"]
+    unknown = ~torch.isfinite(residuals).all(1)
+    if unknown.any():
+        if far != "merged":
+            raise InputError(_no_task(unknown))
+        residuals = residuals.masked_fill(unknown.unsqueeze(1), torch.inf)
+    nearest, task_ids = residuals.amin(1), residuals.argmin(1)
+    above = (residuals - nearest.unsqueeze(1)).masked_fill(unknown.unsqueeze(1), 0)
+    probabilities = torch.softmax(-above / max(temperature, SMALLEST), dim=1)
+    weights, abstained = probabilities if method == "soft" else None, None
+    if far is not None:
+        abstained = unknown | (nearest > thresholds[task_ids])
+        near = torch.nn.functional.one_hot(task_ids, len(tasks)).to(residuals.dtype) if weights is None else weights
+        weights = torch.where(abstained.unsqueeze(1), 0 if far == "merged" else probabilities, near)
     return Routing(
         task_ids=task_ids,
         tasks=[tasks[index] for index in task_ids.tolist()],
-        weights=probabilities if routing == "soft" else None,
+        weights=weights,
         residuals=residuals,
         probabilities=probabilities,
+        abstained=abstained,
+    )
+
+
+def _no_task(unknown: Tensor) -> str:
+    rows = unknown.nonzero().flatten().tolist()
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {shorten(rows)}"
+    return (
+        f"The features of {which} are NaN, infinite or too large, so no task is nearest: name the task with task=, or "
+        'let such rows run on the merged model with RetexConfig(routing={"method": "hard", "far": "merged"}).'
     )

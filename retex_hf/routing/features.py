@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -87,16 +89,8 @@ class FeatureExtractor:
             if parameter.kind is not parameter.VAR_KEYWORD
         ]  # fmt: skip
         self.main = getattr(self.root, "main_input_name", self.accepted[0])
-        # What has answered so far, and what must answer before the pass may stop: by name, because modules may be tied.
         for name in {*layers, *recorded}:
-            model.get_submodule(name).register_forward_hook(partial(self._collect, name))
-
-    # One dict per pass, found by the thread that runs the pass.
-    def _collect(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        collected = _current.collected
-        collected[name] = output
-        if all(layer in collected for layer in self.layers):
-            raise _FeaturesReady("the forward pass was stopped at the feature layer")
+            model.get_submodule(name).register_forward_hook(partial(_collect, name))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Pooled float32 features (rows, d) per layer."""
@@ -107,6 +101,8 @@ class FeatureExtractor:
         """The features, and the outputs of the feature layers and of the recorded modules before the last of them."""
         kwargs = self.select(inputs)
         rows = len(self._main_value(kwargs))
+        if rows == 0:
+            raise InputError("The batch has no rows.")
         collected = self.collect(self.root, kwargs)
         features = {}
         for layer in self.layers:
@@ -124,14 +120,11 @@ class FeatureExtractor:
 
     def collect(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs of the modules that answer before the pass stops, by name."""
-        _current.collected = collected = {}
-        try:
-            call(**kwargs)
-        except _FeaturesReady:
-            pass
-        finally:
-            del _current.collected
-        return collected
+        current, context = _Pass(self.layers), copy_context()
+        context.run(_current.set, current)
+        with suppress(_FeaturesReady):
+            context.run(call, **kwargs)
+        return current.collected
 
     def select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = {
@@ -173,7 +166,24 @@ class FeatureExtractor:
         return mask if fits else None
 
 
-_current = threading.local()
+@dataclass
+class _Pass:
+    """What must answer before a pass may stop, and what has answered so far: by name, because modules may be tied."""
+
+    layers: list[str]
+    collected: dict[str, Any] = field(default_factory=dict)
+
+
+# The pass that is running, in a context of its own: one extractor serves many threads.
+_current: ContextVar[_Pass] = ContextVar("retex_feature_pass")
+
+
+def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+    """The hook of a module. It does not know its extractor: the two would keep each other, and the model, alive."""
+    current = _current.get()
+    current.collected[name] = output
+    if all(layer in current.collected for layer in current.layers):
+        raise _FeaturesReady("the forward pass was stopped at the feature layer")
 
 
 def first_tensor(output: Any) -> Tensor:

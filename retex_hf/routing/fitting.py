@@ -62,4 +62,12 @@ def reference_features(
             break
     if rows == 0:
         raise InputError(f"Task {task!r} has no reference inputs.")
-    return {layer: torch.cat(pieces)[:wanted] for layer, pieces in parts.items()}
+    features = {layer: torch.cat(pieces)[:wanted] for layer, pieces in parts.items()}
+    for layer, found in features.items():
+        broken = (~torch.isfinite(found).all(1)).nonzero().flatten().tolist()
+        if broken:
+            raise InputError(
+                f"Reference input {broken[0]} of task {task!r} has NaN or infinite features at {layer!r}: expected "
+                "inputs that the model has finite activations for."
+            )
+    return features

@@ -9,11 +9,21 @@ from torch import Tensor
 
 from ..errors import RetexError
 
+# Parts that references are cut into to hold one out at a time.
+FOLDS = 4
+# The share of a feature vector that one input may differ by from one batch to another.
+ROUNDING = 1e-4
+# Stands in `held_out` where there is no residual: no residual is negative.
+NOTHING = -1.0
+
 
 @dataclass
 class Signatures:
-    """What identifies each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), and the
-    module whose output the features are.
+    """What identifies each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), `held_out`
+    (T, N; see `held_out_residuals`), and the module whose output the features are.
+
+    `held_out` says how far from a task its own inputs are: in ascending order, with -1 in front where a task has fewer
+    than others.
 
     >>> import torch
     >>> from retex_hf.routing import Signatures
@@ -25,40 +35,79 @@ class Signatures:
 
     mean: Tensor
     basis: Tensor
+    held_out: Tensor
     feature_layer: str
 
     @classmethod
     def fit(cls, features: list[Tensor], rank: int | float, feature_layer: str) -> Signatures:
         """Fit one signature per task from its (N, d) features."""
-        fitted = [fit_signature(task_features, rank) for task_features in features]
-        widest = max(len(basis) for _, basis in fitted)
-        mean = torch.stack([mean for mean, _ in fitted])
-        basis = mean.new_zeros(len(fitted), widest, mean.shape[1])
-        for task, (_, task_basis) in enumerate(fitted):
-            basis[task, : len(task_basis)] = task_basis
-        return cls(mean, basis, feature_layer)
+        mean, basis = _fit_all(features, rank)
+        held_out = _in_rows([held_out_residuals(task_features, rank) for task_features in features])
+        return cls(mean, basis, held_out, feature_layer)
 
     def residuals(self, features: Tensor) -> Tensor:
         """Distance of each row (B, d) to each task's affine subspace: (B, T)."""
-        centred = features.float().unsqueeze(1) - self.mean
-        inside = torch.einsum("btd,tkd->btk", centred, self.basis)
-        return (centred - torch.einsum("btk,tkd->btd", inside, self.basis)).norm(dim=-1)
+        return _residuals(features, self.mean, self.basis)
+
+    def thresholds(self, quantile: float, slack: float) -> Tensor:
+        """The residual from which on a row is far from each task (T,): `slack` times the quantile of what the task's
+        own inputs have when they are held out. Infinite for tasks with too few references to hold any out. Never less
+        than what rounding makes of the same input again: references may all be one and the same.
+        """
+        known = (self.held_out >= 0).sum(1, keepdim=True)
+        if not known.any():
+            return torch.full_like(self.mean[:, 0], torch.inf)
+        count = known.clamp(min=1)
+        place = self.held_out.shape[1] - count + quantile * (count - 1)
+        below, above = (self.held_out.gather(1, end.long()) for end in (place.floor(), place.ceil()))
+        found = slack * torch.lerp(below, above, place.frac()).squeeze(1)
+        least = ROUNDING * self.mean.norm(dim=1)
+        return torch.where(known.squeeze(1) > 0, torch.maximum(found, least), torch.inf)
 
     def to(self, device: torch.device) -> Signatures:
-        return Signatures(self.mean.to(device), self.basis.to(device), self.feature_layer)
+        return Signatures(*(part.to(device) for part in (self.mean, self.basis, self.held_out)), self.feature_layer)
 
-    def joined_by(self, mean: Tensor, basis: Tensor) -> Signatures:
-        """With one more task, the last one, of mean (d,) and basis (k, d)."""
-        widest = max(len(basis), self.basis.shape[1])
-        joined = self.basis.new_zeros(len(self.basis) + 1, widest, self.basis.shape[2])
-        joined[:-1, : self.basis.shape[1]] = self.basis
-        joined[-1, : len(basis)] = basis
-        return Signatures(torch.cat([self.mean, mean.unsqueeze(0)]), joined, self.feature_layer)
+    def joined_by(self, other: Signatures) -> Signatures:
+        """With more tasks behind these: those of signatures fitted at the same layer."""
+        return Signatures(
+            torch.cat([self.mean, other.mean]),
+            _padded([*self.basis, *other.basis]),
+            _in_rows([*self.held_out, *other.held_out]),
+            self.feature_layer,
+        )
 
     def without(self, task: int) -> Signatures:
         """Without one task."""
         kept = torch.arange(len(self.mean)) != task
-        return Signatures(self.mean[kept], self.basis[kept], self.feature_layer)
+        return Signatures(self.mean[kept], self.basis[kept], self.held_out[kept], self.feature_layer)
+
+
+def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
+    centred = features.float().unsqueeze(1) - mean
+    inside = torch.einsum("btd,tkd->btk", centred, basis)
+    return (centred - torch.einsum("btk,tkd->btd", inside, basis)).norm(dim=-1)
+
+
+def _fit_all(features: list[Tensor], rank: int | float) -> tuple[Tensor, Tensor]:
+    """Means (T, d) and bases (T, k, d)."""
+    fitted = [fit_signature(task_features, rank) for task_features in features]
+    return torch.stack([mean for mean, _ in fitted]), _padded([basis for _, basis in fitted])
+
+
+def _padded(bases: list[Tensor]) -> Tensor:
+    """Bases of different ranks as one tensor; rows of zeros change no residual."""
+    stacked = bases[0].new_zeros(len(bases), max(map(len, bases)), bases[0].shape[1])
+    for basis, place in zip(bases, stacked, strict=True):
+        place[: len(basis)] = basis
+    return stacked
+
+
+def _in_rows(sorted_residuals: list[Tensor]) -> Tensor:
+    """Rows of different lengths as one tensor, with -1 in front: sorted like the rest, and no residual."""
+    rows = sorted_residuals[0].new_full((len(sorted_residuals), max(map(len, sorted_residuals))), NOTHING)
+    for residuals, row in zip(sorted_residuals, rows, strict=True):
+        row[len(row) - len(residuals) :] = residuals
+    return rows
 
 
 def fit_signature(features: Tensor, rank: int | float) -> tuple[Tensor, Tensor]:
@@ -80,16 +129,33 @@ def signature_dimension(rank: int | float, num_reference: int, width: int) -> in
     return min(largest, rank) if isinstance(rank, int) else max(1, int(rank * largest + 1e-9))
 
 
-def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = 4) -> float:
+def held_out_residuals(features: Tensor, rank: int | float, folds: int = FOLDS) -> Tensor:
+    """Residuals (N,) of a task's inputs to signatures that were fitted without them, in ascending order.
+
+    The residuals of the inputs that a signature was fitted on are too small to judge others by: with as many dimensions
+    as inputs they are zero. Of fewer inputs than folds nothing can be said: none.
+    """
+    if len(features) < folds:
+        return features.new_empty(0, dtype=torch.float32)
+    fold = torch.arange(len(features)) % folds
+    # As many dimensions as the signature of all has: a ratio would give fewer, and larger residuals.
+    rank = signature_dimension(rank, *features.shape)
+    parts = [
+        _residuals(features[fold == number], *_fit_all([features[fold != number]], rank)) for number in range(folds)
+    ]
+    return torch.cat(parts).flatten().sort().values
+
+
+def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = FOLDS) -> float:
     """How well signatures fitted on a part of the features identify the rest, averaged over tasks."""
     folds = min(folds, *(len(task_features) for task_features in features))
     correct = [0] * len(features)
     for fold in range(folds if folds > 1 else 0):
         held_out = [torch.arange(len(task_features)) % folds == fold for task_features in features]
         kept = [task_features[~out] for task_features, out in zip(features, held_out, strict=True)]
-        signatures = Signatures.fit(kept, rank, "")
+        fitted = _fit_all(kept, rank)
         for task, (task_features, out) in enumerate(zip(features, held_out, strict=True)):
-            correct[task] += int((signatures.residuals(task_features[out]).argmin(1) == task).sum())
+            correct[task] += int((_residuals(task_features[out], *fitted).argmin(1) == task).sum())
     return sum(count / len(f) for count, f in zip(correct, features, strict=True)) / len(features)
 
 

@@ -7,9 +7,9 @@ cheap: `|G_t S h|^2 = (S h)^T (G_t^T G_t) (S h)`, one r-by-r Gram matrix per tas
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,6 @@ class WeightScorer:
         self.extractor, self.recovery = extractor, recovery
         self.feature_layer = extractor.layers[-1]
         self._responses: dict[str, Responses] = {}
-        self._pass = threading.local()
         model = extractor.model
         inside = set(library_of(model).feature_root(model).modules())
         modules = {name: module for name, module in model.named_modules() if module in inside}
@@ -141,18 +140,16 @@ class WeightScorer:
                 f'{self.feature_layer!r}, and there is none: use signatures="inputs".'
             )
         for name in layers:
-            modules[name].register_forward_pre_hook(partial(self._listen, name))
+            modules[name].register_forward_pre_hook(partial(_listen, name))
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Scores (rows, T)."""
-        self._pass.mask, self._pass.heard = inputs.get("attention_mask"), []
-        try:
-            rows = len(self.extractor(inputs)[self.feature_layer])
-            # Layers that see windows or single tokens do not say which row those belong to.
-            heard = [scores for scores in self._pass.heard if len(scores) == rows]
-        finally:
-            del self._pass.mask, self._pass.heard
+        current, context = _Pass(self, inputs.get("attention_mask")), copy_context()
+        context.run(_current.set, current)
+        rows = len(context.run(self.extractor, inputs)[self.feature_layer])
+        # Layers that see windows or single tokens do not say which row those belong to.
+        heard = [scores for scores in current.heard if len(scores) == rows]
         if not heard:
             raise ConfigError(
                 f'RetexConfig.signatures="weights": on the way to {self.feature_layer!r} no layer runs in which all '
@@ -160,15 +157,35 @@ class WeightScorer:
             )
         return torch.stack(heard).mean(0)
 
-    def _listen(self, name: str, module: nn.Module, args: tuple[Tensor]) -> None:
+    def responses(self, name: str, module: nn.Module) -> Responses:
+        """Those of a layer; two threads that come first both make them, which changes nothing."""
         if name not in self._responses:
             self._responses[name] = Responses(module, self.recovery[f"{name}.weight"], self.recovery.task_embedding)
-        responses, mask, hidden = self._responses[name], self._pass.mask, args[0]
-        if not responses.usable:
-            return
-        fits = isinstance(mask, Tensor) and hidden.ndim == 3 and mask.shape == hidden.shape[:2]
-        with torch.autocast(hidden.device.type, enabled=False):
-            self._pass.heard.append(responses(hidden.float(), mask.to(hidden.device).bool() if fits else None))
+        return self._responses[name]
+
+
+@dataclass
+class _Pass:
+    """What one pass has heard so far: scores (rows, T) of each layer."""
+
+    scorer: WeightScorer
+    mask: Any
+    heard: list[Tensor] = field(default_factory=list)
+
+
+# The pass that is running, in a context of its own: one scorer serves many threads.
+_current: ContextVar[_Pass] = ContextVar("retex_scoring_pass")
+
+
+def _listen(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
+    """The hook of a layer. It does not know its scorer: the two would keep each other, and the model, alive."""
+    current, hidden = _current.get(), args[0]
+    responses, mask = current.scorer.responses(name, module), current.mask
+    if not responses.usable:
+        return
+    fits = isinstance(mask, Tensor) and hidden.ndim == 3 and mask.shape == hidden.shape[:2]
+    with torch.autocast(hidden.device.type, enabled=False):
+        current.heard.append(responses(hidden.float(), mask.to(hidden.device).bool() if fits else None))
 
 
 def _can_respond(module: nn.Module, generator: OffsetGenerator) -> bool:

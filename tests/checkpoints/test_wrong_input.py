@@ -226,10 +226,13 @@ def test_missing_shard(base, experts, tmp_path):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is not a valid shard index"),
-        ("[]", "is not a valid shard index"),
-        ('{"weight_map": {"a": "../m.safetensors"}}', r"names '\.\./m\.safetensors', which is not a file beside it"),
-        ('{"weight_map": {"a": 3}}', "names 3, which is not a file beside it"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "is not a valid shard index"),
+        ('{"weight_map": {}}', "is not a valid shard index"),
+        ('{"weight_map": {"a": "../m.safetensors"}}', r"names '\.\./m\.safetensors', which is not a "),
+        ('{"weight_map": {"a": "m.bin"}}', r"names 'm\.bin', which is not a \.safetensors file beside it"),
+        ('{"weight_map": {"a": 3}}', r"names 3, which is not a \.safetensors file beside it"),
     ],
 )
 def test_broken_shard_index(base, experts, index, message, tmp_path):
@@ -306,7 +309,7 @@ def test_folder_without_weights(base, experts, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"config\.json cannot be read: Expecting property name"),
+        ("{", r"config\.json is not valid JSON: Expecting property name"),
         ("[]", r"config\.json must hold a JSON object, not a list"),
         ('{"architectures": ["Nonesuch"]}', r"config\.json asks for 'Nonesuch', which is no model class"),
         ('{"architectures": ["pipeline"]}', r"config\.json asks for 'pipeline', which is no model class"),
@@ -329,7 +332,7 @@ def test_config_of_another_size_than_the_weights(base, experts, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("[]", "must hold a JSON object"), ("{}", "does not load as an OpenCLIP model")],
+    [("{", "is not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "does not load as an OpenCLIP model")],
 )
 def test_unreadable_open_clip_config(text, message, tmp_path):
     family = FAMILIES["open_clip-vit"]
@@ -355,9 +358,11 @@ def test_no_experts(base, tasks):
     refuse("^experts must be a non-empty dict of task name to checkpoint", base, tasks, error=ConfigError)
 
 
-@pytest.mark.parametrize("name", ["", " ", " red", "red ", 3, None, ("red",)])
+@pytest.mark.parametrize(
+    "name", ["", " ", " red", "red ", 3, None, ("red",), "red\x1b[2J", "a\nb", "\u202eder", "x" * 201]
+)
 def test_bad_task_name(base, experts, name):
-    message = "^A task name must be a non-empty string without surrounding spaces, not "
+    message = "^A task name must be a non-empty string of at most 200 characters, without surrounding spaces "
     refuse(message, base, {name: experts["red"]}, error=ConfigError)
 
 

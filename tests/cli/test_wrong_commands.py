@@ -57,7 +57,7 @@ WRONG = {
     "unknown task": (["predict", "artifact", "--task", "mid", "--text", "w1"], "'mid'"),
     "text and files": (["predict", "artifact", "rows.jsonl", "--text", "w1"], "either --text or files"),
     "inputs missing": (["predict", "artifact", "none.txt"], "none.txt does not exist"),
-    "broken line": (["predict", "artifact", "rows.jsonl", "--batch-size", "1"], "line 2 is not JSON"),
+    "broken line": (["predict", "artifact", "rows.jsonl", "--batch-size", "1"], "line 2 is not valid JSON"),
     "two columns": (["predict", "artifact", "two.jsonl"], "--input-column"),
     "unknown column": (["predict", "artifact", "two.jsonl", "--input-column", "body"], "--input-column"),
     "a number for a text": (["predict", "artifact", "numbers.jsonl"], "must be a text"),

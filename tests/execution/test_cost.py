@@ -144,7 +144,7 @@ def test_the_work_of_a_model_is_read_off_a_pass():
     inputs = FAMILIES["t5"].inputs(ROWS)
     model.execution = "mixed"
     model(**inputs, task=MIXED)
-    (_, work), *_ = model._cache.get("mixed", lambda: None)._probed.values()
+    ((_, work), _), *_ = model._cache.get("mixed", lambda: None)._probed._items.values()
     by_name = {product.name: product for product in work.products}
     up = by_name["encoder.block.0.layer.1.DenseReluDense.wi.weight"]
     assert (up.rows, up.columns, up.rank, up.positions) == (24, 16, 4, 8)

@@ -123,7 +123,7 @@ def test_threads_that_need_one_item_make_it_once(capacity):
     first = ask(cache, "a", make, results)
     assert make.started.wait(10)
     others = [ask(cache, "a", make, results) for _ in range(3)]
-    while len(cache._making["a"]._condition._waiters) < 3:  # without capacity, who comes late makes it anew
+    while cache._making["a"].wanted < 4:  # without capacity, who comes late makes it anew
         time.sleep(0.001)
     make.let.set()
     for thread in (first, *others):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from retex_hf.execution import Group, Splitter
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
-from retex_hf.execution.mixed.call import Certificate, MixedCall, Segment, running
+from retex_hf.execution.mixed.call import Certificate, MixedCall, Segment, _current
 from retex_hf.execution.mixed.sources import Recovered
 from retex_hf.execution.mixed.tensor import DESCRIPTIONS, ELEMENTWISE, PER_VALUE, TaskTensor
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
@@ -47,6 +48,13 @@ def parameter(shape: tuple[int, ...], rank: int | str = "full", **options) -> tu
     merged = torch.rand(shape) + 0.5
     recovery, offsets = offsets_of(shape, rank, **options)
     return TaskTensor(merged, Recovered("w", merged, recovery)), [merged + offset for offset in offsets]
+
+
+@contextmanager
+def running(call: MixedCall) -> Iterator[None]:
+    token = _current.set(call)
+    yield
+    _current.reset(token)
 
 
 def a_call() -> MixedCall:

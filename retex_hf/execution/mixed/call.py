@@ -3,9 +3,8 @@ copy of the model serves many threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +21,14 @@ class MixedUnsupported(RetexError):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of one task (or one mixture of tasks, given by its embedding)."""
+    """Consecutive rows of one task (or one mixture of tasks, given by its embedding); not `recovered`, they run on the
+    merged parameters as they are, under the task's head."""
 
     task_id: int
     start: int
     stop: int
     embedding: Tensor
+    recovered: bool = True
 
 
 # What a row-by-row decision goes by: the name of a parameter, or for a value that was computed from parameters a hash
@@ -88,7 +89,7 @@ class MixedCall:
     def one_hot_rows(self) -> list[int] | None:
         """The generator row of every segment, if each has one to itself."""
         if "one-hot" not in self.cache:
-            rows = [one_hot_row(segment.embedding) for segment in self.segments]
+            rows = [one_hot_row(segment.embedding) if segment.recovered else None for segment in self.segments]
             self.cache["one-hot"] = None if None in rows else rows
         return self.cache["one-hot"]
 
@@ -187,11 +188,9 @@ def is_running() -> bool:
     return _current.get() is not None
 
 
-@contextmanager
-def running(call: MixedCall) -> Iterator[None]:
-    """Make a call the current one."""
-    token = _current.set(call)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def within(call: MixedCall, run: Callable[[], Any]) -> Any:
+    """Run something while a call is the current one. It has a context of its own, so that nothing must be put back
+    afterwards, whatever happens."""
+    context = copy_context()
+    context.run(_current.set, call)
+    return context.run(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
@@ -17,8 +16,8 @@ from transformers.utils import ModelOutput
 from ...recovery import RecoveryModule
 from ..assignment import Group
 from ..batching import COLUMN_FIELDS, Splitter, numbers_per_row
-from ..experts import copy_with, is_plain, names_of
-from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, running
+from ..experts import ExpertCache, copy_with, is_plain, names_of
+from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
 from .side import beside
 from .sources import Head, Recovered, TensorSource
@@ -40,13 +39,14 @@ class MixedModel:
     ) -> None:
         self.recovery = recovery
         self._wrapped = model
-        self._lock = threading.Lock()
-        self._probed: dict[object, tuple[Certificate, Work] | MixedUnsupported] = {}
-        self.reason: MixedUnsupported | None = None
+        # Kinds of calls and what is known of them: threads find out once, and meanwhile hold up no other kind.
+        self._probed = ExpertCache(0)
+        # What stands against this path. Not the exception: it would keep what it has met alive.
+        self.reason: str | None = None
         try:
             self.model = _copy(model, recovery, tasks, heads)
         except MixedUnsupported as reason:
-            self.reason = reason
+            self.reason = str(reason)
 
     def segments(self, groups: list[Group]) -> list[Segment]:
         """The groups of a batch as consecutive rows."""
@@ -57,7 +57,8 @@ class MixedModel:
             if weights is None:
                 weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), self.recovery.num_tasks).float()
             stop = start + len(group.rows)
-            segments.append(Segment(group.task_id, start, stop, self.recovery.embed(weights.to(device)).detach()))
+            embedding = self.recovery.embed(weights.to(device)).detach()
+            segments.append(Segment(group.task_id, start, stop, embedding, group.recovered))
             start = stop
         return segments
 
@@ -73,7 +74,7 @@ class MixedModel:
         Raises `MixedUnsupported` if the model cannot run mixed batches in this kind of call.
         """
         if self.reason is not None:
-            raise self.reason
+            raise MixedUnsupported(self.reason)
         inputs = {
             (name, value.ndim, value.ndim > 0 and len(value) == splitter.rows)
             for name, value in kwargs.items()
@@ -81,19 +82,22 @@ class MixedModel:
         }
         # One task says nothing about how rows of several get along.
         key = (method, frozenset(inputs), len(segments) > 1)
-        with self._lock:
-            if key not in self._probed:
-                try:
-                    self._probed[key] = self._probe(method, kwargs, segments, splitter)
-                except MixedUnsupported as reason:
-                    self._probed[key] = reason
-                except Exception as error:
-                    # The model, or this batch? It is not remembered: the next batch of the kind may be a good one.
-                    raise MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}") from error
-            found = self._probed[key]
-        if isinstance(found, MixedUnsupported):
-            raise found
+        found = self._probed.get(key, lambda: self._find_out(method, kwargs, segments, splitter))
+        if isinstance(found, str):
+            raise MixedUnsupported(found)
         return found
+
+    def _find_out(
+        self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
+    ) -> tuple[Certificate, Work] | str:
+        """What a probe finds, or the reason why the model cannot."""
+        try:
+            return self._probe(method, kwargs, segments, splitter)
+        except MixedUnsupported as reason:
+            return str(reason)
+        except Exception as error:
+            # The model, or this batch? It is not remembered: the next batch of the kind may be a good one.
+            raise MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}") from error
 
     @torch.no_grad()
     def _probe(
@@ -142,9 +146,12 @@ class MixedModel:
     def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall) -> Any:
         if hasattr(self._wrapped, "generation_config"):  # the model's own may have been replaced since it was copied
             self.model.generation_config = self._wrapped.generation_config
-        with running(call):
+
+        def run() -> Any:
             output = self.model(**kwargs) if method == "forward" else getattr(self.model, method)(**kwargs)
             return _plain(call, output)
+
+        return within(call, run)
 
 
 def _copy(

@@ -92,6 +92,8 @@ class Recovered(TensorSource):
         with full_precision(call.device), torch.no_grad():
             return [
                 self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
+                if segment.recovered
+                else self.merged
                 for segment in call.segments
             ]
 
@@ -110,7 +112,8 @@ class Recovered(TensorSource):
         generator, rows = self.recovery[self.name], call.one_hot_rows
         if rows is not None:
             return [generator.generated_row(row) for row in rows]
-        return [generator.generated(segment.embedding) for segment in call.segments]
+        nothing = torch.zeros(self.layout.generated_shape, device=call.device)
+        return [generator.generated(part.embedding) if part.recovered else nothing for part in call.segments]
 
     def scales(self, call: MixedCall) -> list[Tensor] | None:
         """The affine variant's gamma of every segment."""
@@ -118,7 +121,10 @@ class Recovered(TensorSource):
         if scale is None:
             return None
         with torch.no_grad():
-            return [scale(segment.embedding) for segment in call.segments]
+            return [
+                scale(segment.embedding) if segment.recovered else torch.ones((), device=call.device)
+                for segment in call.segments
+            ]
 
     def factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         """`G_t` of every segment and the shared factor: the offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it

@@ -1,0 +1,381 @@
+"""The process whose children are killed: it has imported everything, so that a child is at its work at once.
+
+`trust.kills` starts it, and reads a line of JSON per kill. A child is a fork that does one job on a folder of its own.
+It is killed at a moment drawn at random, or by itself, right before its n-th change to the file system. The state that
+a kill leaves is looked at, then the job is done again, to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.figure  # noqa: F401  (a push draws)
+import torch
+from local_hub import TOKEN, Repository
+from tqdm import tqdm
+
+from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
+
+from .subjects import batch, bert, make_model, make_tokenizer, mixed_batch, texts
+
+PREVIOUS, NEW = "previous intact", "new complete"
+OWNER, TEMPLATE = "me", "template"
+# Of the events that Python announces, those that change the file system; "open" does for some modes.
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+CARD = ("README.md", "figures")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder for one trial, and what all trials share."""
+
+    folder: Path
+    shared: Path
+    hub: Path
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "artifact"
+
+    @property
+    def repository(self) -> str:
+        return self.folder.name
+
+    def expert(self, task: str) -> str:
+        return str(self.shared / "experts" / task)
+
+
+# ---- the jobs --------------------------------------------------------------------------------------------------------
+
+
+def build(place: Place, **options: object) -> None:
+    experts = {task: place.expert(task) for task in ("red", "green", "blue")}
+    config = RetexConfig(rank=4, feature_layer=0)
+    base = str(place.shared / "base")
+    RetexModel.from_experts(base, experts, config, output_dir=place.target, progress=False, **options)
+
+
+def train(place: Place) -> None:
+    # The recipe in the artifact says where the states were, so all trials must call it the same.
+    os.chdir(place.folder)
+    schedule = {"steps": 8, "warmup_steps": 2, "checkpoint_every": 2, "checkpoint_dir": "checkpoints"}
+    build(place, solver="adam", training=TrainingConfig(learning_rate=1e-2, **schedule))
+
+
+def save(place: Place) -> None:
+    RetexModel.from_pretrained(place.shared / "other").save_pretrained(place.target)
+
+
+def add_task(place: Place) -> None:
+    model = RetexModel.from_pretrained(place.target)
+    if "blue" not in model.tasks:
+        references = [batch(make_tokenizer(), texts("blue", 24))]
+        model.add_task("blue", place.expert("blue"), references=references, check_base=False, progress=False)
+    model.save_pretrained(place.target)
+
+
+def delete_task(place: Place) -> None:
+    model = RetexModel.from_pretrained(place.target)
+    if "green" in model.tasks:
+        model.delete_task("green")
+    model.save_pretrained(place.target)
+
+
+def sign(place: Place) -> None:
+    model = RetexModel.from_pretrained(place.target)
+    tokenizer = make_tokenizer()
+    model.fit_signatures({task: [batch(tokenizer, texts(task, 16, seed=7))] for task in model.tasks}, progress=False)
+    model.save_description(place.target)
+
+
+def card(place: Place) -> None:
+    model = RetexModel.from_pretrained(place.shared / "previous")
+    model.create_or_update_model_card(place.target)
+
+
+def export(place: Place) -> None:
+    RetexModel.from_pretrained(place.shared / "previous").export_lora("red", place.target)
+
+
+def push(place: Place) -> None:
+    model = RetexModel.from_pretrained(place.shared / "other")
+    model.push_to_hub(f"{OWNER}/{place.repository}", token=TOKEN)
+
+
+def download(place: Place) -> None:
+    RetexModel.from_pretrained(f"{OWNER}/{TEMPLATE}", cache_dir=str(place.folder / "cache"), token=TOKEN)
+
+
+# ---- what a job finds, and what it leaves ----------------------------------------------------------------------------
+
+
+def digest(folder: Path, leave: tuple[str, ...] = ()) -> dict[str, str]:
+    """The content of all files of a folder."""
+    found = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        name.as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in found.items()
+        if name.parts[0] not in leave
+    }
+
+
+@torch.inference_mode()
+def answers(model: RetexModel) -> dict[str, str]:
+    """What a model answers to a mixed batch, told the tasks and not."""
+    inputs = mixed_batch(make_tokenizer())
+    found = {task: model(**inputs, task=task).logits for task in model.tasks}
+    if model.signatures is not None:
+        found |= {"routed": model(**inputs).logits, "residuals": model.identify(**inputs).residuals}
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
+
+
+def artifact_state(place: Place) -> dict:
+    """The folder must load; its answers and its files are its state."""
+    return {"answers": answers(RetexModel.from_pretrained(place.target)), "files": digest(place.target)}
+
+
+def folder_state(place: Place) -> dict:
+    return digest(place.target)
+
+
+def hub_state(place: Place) -> dict:
+    """What the repository's main branch holds, but for the card, which names the repository."""
+    files = Repository.open(place.hub / OWNER / place.repository).files("main")
+    return {name: blob for name, blob in files.items() if name.split("/")[0] not in CARD}
+
+
+def cache_state(place: Place) -> dict:
+    """What loads without the Hub: all of it, or nothing."""
+    options = {"cache_dir": str(place.folder / "cache"), "local_files_only": True}
+    try:
+        return answers(RetexModel.from_pretrained(f"{OWNER}/{TEMPLATE}", **options))
+    except RetexError:
+        return {}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done, what its state is, and from which of the shared folders its target starts."""
+
+    run: Callable[[Place], None]
+    state: Callable[[Place], dict] = artifact_state
+    start: str | None = "previous"
+
+
+JOBS = {
+    "build": Job(build),
+    "training": Job(train),
+    "save": Job(save),
+    "add a task, save": Job(add_task),
+    "delete a task, save": Job(delete_task),
+    "sign": Job(sign),
+    "card": Job(card),
+    "export": Job(export, folder_state, "adapter"),
+    "push": Job(push, hub_state, None),
+    "download": Job(download, cache_state, None),
+}
+
+
+def prepare(shared: Path) -> None:
+    """All that trials start from, here and on the Hub."""
+    prepare_folders(shared)
+    model = RetexModel.from_pretrained(shared / "previous")
+    model.export_lora("green", shared / "adapter")
+    model.push_to_hub(f"{OWNER}/{TEMPLATE}", token=TOKEN)
+
+
+def prepare_folders(shared: Path) -> None:
+    """Base, experts, an artifact of two tasks and another of three."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    base, experts = bert(tokenizer)
+    for folder, model in {"base": base, **{f"experts/{task}": expert for task, expert in experts.items()}}.items():
+        model.save_pretrained(shared / folder)
+        tokenizer.save_pretrained(shared / folder)
+    for folder, model in {"previous": make_model(tasks=("red", "green")), "other": make_model(rank=3)}.items():
+        model.save_pretrained(shared / folder)
+        tokenizer.save_pretrained(shared / folder)
+
+
+def begin(job: Job, folder: Path, shared: Path, hub: Path) -> Place:
+    """A place where nothing has been done yet."""
+    (folder / "tmp").mkdir(parents=True)
+    place = Place(folder, shared, hub)
+    if job.start is not None:
+        shutil.copytree(shared / job.start, place.target)
+    if job.run is push:
+        shutil.copytree(hub / OWNER / TEMPLATE, hub / OWNER / place.repository)
+    return place
+
+
+def end(place: Place) -> None:
+    shutil.rmtree(place.folder)
+    shutil.rmtree(place.hub / OWNER / place.repository, ignore_errors=True)
+
+
+# ---- children --------------------------------------------------------------------------------------------------------
+
+
+def fork(job: Job, place: Place, at_change: int | None = None) -> int:
+    """Start a child; it kills itself before change number `at_change`, or else says how many it made."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(place.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        tempfile.tempdir = str(place.folder / "tmp")
+        changes = _count_changes(place, at_change)
+        job.run(place)
+        (place.folder / "changes").write_text(str(len(changes)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _count_changes(place: Place, at_change: int | None) -> list[str]:
+    made: list[str] = []
+    root = str(place.folder)
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if not (isinstance(path, str) and flags & WRITING and os.path.abspath(path).startswith(root)):
+                return
+        elif event not in CHANGES:
+            return
+        if len(made) == at_change:
+            os.kill(os.getpid(), signal.SIGKILL)
+        made.append(event)
+
+    sys.addaudithook(hook)
+    return made
+
+
+def wait(child: int, seconds: float | None = None) -> int:
+    """Let a child end, or kill it after so many seconds; returns how it ended (negative: by that signal)."""
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- trials ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Course:
+    """A job that nobody disturbed."""
+
+    before: dict
+    after: dict
+    left: set[str]
+    seconds: float
+    changes: int
+
+
+def undisturbed(job: Job, place: Place) -> Course:
+    before = job.state(place)
+    started = time.monotonic()
+    _must_end(job, place)
+    seconds = time.monotonic() - started
+    changes = int((place.folder / "changes").read_text())
+    return Course(before, job.state(place), _listing(place), seconds, changes)
+
+
+def _must_end(job: Job, place: Place) -> None:
+    code = wait(fork(job, place))
+    if code:
+        raise RuntimeError(f"the job ended with {code}: {(place.folder / 'log').read_text()[-2000:]}")
+
+
+def _listing(place: Place) -> set[str]:
+    """All there is in a place, but for the cache of downloads, which is for huggingface_hub to keep tidy."""
+    names = {file.relative_to(place.folder) for file in place.folder.rglob("*")}
+    return {name.as_posix() for name in names if name.parts[0] != "cache"}
+
+
+def trial(job: Job, place: Place, course: Course, *, seconds: float | None, at_change: int | None) -> str:
+    """Kill a job once; returns what was there afterwards. Raises where that is neither the one nor the other."""
+    child = fork(job, place, at_change)
+    wait(child, seconds)
+    state = job.state(place)
+    if state not in (course.before, course.after):
+        raise AssertionError(f"the state is neither the previous one nor the new one: {_listing(place)}")
+    for config in place.folder.rglob(".*/**/retex_config.json"):
+        _must_be_refused(config.parent)
+    _must_end(job, place)
+    if job.state(place) != course.after:
+        raise AssertionError("the job, done again, does not give what it gives undisturbed")
+    litter = _listing(place) ^ course.left
+    if litter:
+        raise AssertionError(f"the job, done again, leaves other files: {sorted(litter)}")
+    return NEW if state == course.after else PREVIOUS
+
+
+def _must_be_refused(folder: Path) -> None:
+    try:
+        RetexModel.from_pretrained(folder)
+    except RetexError:
+        return
+    raise AssertionError(f"{folder} is taken for an artifact")
+
+
+def moments(course: Course, kills: int | None, draw: random.Random) -> Iterator[dict]:
+    """When to kill: two times of three before a change to the file system (None: before each), else at a drawn time."""
+    changes = range(course.changes)
+    chosen = changes if kills is None else sorted(draw.sample(changes, kills - kills // 3))
+    for change in chosen:
+        yield {"seconds": None, "at_change": change}
+    for _ in range(len(changes) // 2 if kills is None else kills // 3):
+        yield {"seconds": draw.uniform(0, course.seconds), "at_change": None}
+
+
+def run(work: Path, hub: Path, plan: dict[str, int | None], seed: int) -> None:
+    """Do all trials of a plan, `{job: kills}`, and print a line of JSON for each."""
+    torch.set_num_threads(1)
+    # Bars have a lock that forks share: a child that is killed with it in its hands would stop its parent.
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0
+    shared = work / "shared"
+    prepare(shared)
+    for name, kills in plan.items():
+        job = JOBS[name]
+        draw = random.Random(f"{seed} {name}")
+        place = begin(job, work / "undisturbed", shared, hub)
+        course = undisturbed(job, place)
+        end(place)
+        for number, moment in enumerate(moments(course, kills, draw)):
+            place = begin(job, work / f"trial-{number}", shared, hub)
+            result: dict[str, str | None] = {"job": name, "problem": None}
+            try:
+                result["outcome"] = trial(job, place, course, **moment)
+            except Exception as error:
+                described = f"killed {json.dumps(moment)}, seed {seed}: {type(error).__name__}: {error}"
+                result |= {"outcome": "problem", "problem": described}
+            finally:
+                end(place)
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    work_dir, hub_dir, chosen, given_seed = sys.argv[1:]
+    run(Path(work_dir), Path(hub_dir), json.loads(chosen), int(given_seed))

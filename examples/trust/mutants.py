@@ -1,0 +1,272 @@
+"""Damaged and forged artifacts: each is refused with a sentence that names the file, or loads with the same outputs.
+
+Every mutant (`mutations.py`) is loaded in a process of its own, so that a crash or a hang is seen, under a limit of
+memory. What may come of it:
+
+- refused: a `RetexError` that names the file (of forged ones: the file, or the key of the configuration);
+- harmless: it loads, and all outputs are the same, bit for bit;
+- another model (forged ones only): it loads, runs, and its outputs are finite numbers. Its author could have saved it.
+
+Everything else is a problem: other outputs, another exception, a crash, a hang, memory that nothing in the files needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip.model import CLIP
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from retex_hf import RetexConfig, RetexError, RetexModel
+from retex_hf.preprocess import load_preprocessor
+from trust.mutations import Mutant, copy_artifact, mutants
+from trust.subjects import TASKS, make_model, make_tokenizer, moved, texts
+from trust.tally import Tally
+
+REFUSED, HARMLESS, ANOTHER = "refused", "harmless", "another model"
+# How long a mutant may take to load, and how much more memory than what the worker has when it is warm.
+SECONDS, MEGABYTES = 60.0, 500
+ROOM = 8 << 30
+IMAGE = {"layers": 2, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
+TEXT = {"context_length": 8, "vocab_size": 21, "width": 16, "heads": 2, "layers": 2}
+OPEN_CLIP = {"embed_dim": 8, "vision_cfg": IMAGE, "text_cfg": TEXT}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An artifact to make mutants of: how to make it with other numbers (by seed), and how many mutants to make."""
+
+    name: str
+    make: Callable[[Path, int], None]
+    short: int
+    long: int
+
+
+def _saved(family: str, shard_size: str = "5GB", **config: Any) -> Callable[[Path, int], None]:
+    def make(folder: Path, seed: int) -> None:
+        model = make_model(family, **config)
+        with torch.no_grad():
+            for parameter in (*model.model.parameters(), *model.recovery.parameters()):
+                if seed and parameter.is_floating_point():
+                    parameter.mul_(1 + 0.01 * seed)
+        model.save_pretrained(folder, max_shard_size=shard_size)
+        make_tokenizer().save_pretrained(folder)
+        # Tokenizers are recorded with what is saved after them.
+        RetexModel.from_pretrained(folder).save_description(folder)
+
+    return make
+
+
+def _open_clip(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    base = CLIP(**OPEN_CLIP).eval()
+    experts = {task: moved(base, index) for index, task in enumerate(TASKS, start=1)}
+    config = RetexConfig(rank=4, feature_layer=0)
+    model = RetexModel.from_experts(base, experts, config, model_config=OPEN_CLIP, check_base=False, progress=False)
+    model.fit_signatures(
+        {task: [torch.randn(8, 3, 8, 8) + 3 * index] for index, task in enumerate(TASKS)}, progress=False
+    )
+    model.save_pretrained(folder)
+
+
+SUBJECTS = (
+    Subject("BERT", _saved("bert"), 144, 600),
+    Subject("T5 in shards, int8", _saved("t5", "20KB", recovery_dtype="int8"), 64, 500),
+    Subject("T5", _saved("t5"), 0, 400),
+    Subject("BERT, ReTeX-E, features of the base", _saved("bert", inner_rank=2, feature_source="pretrained"), 0, 400),
+    Subject("OpenCLIP", _open_clip, 0, 400),
+)
+
+
+def run(
+    work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True, artifact: Path | None = None
+) -> list[Tally]:
+    """Try mutants of small artifacts of several kinds, and in the long form of `artifact` too, if given."""
+    tallies = []
+    subjects = [subject for subject in SUBJECTS if getattr(subject, size)]
+    if artifact is not None:
+        subjects.append(Subject(artifact.name, _copies_of(artifact), 40, 300))
+    with Worker() as worker:
+        for subject in subjects:
+            folder, other = work_dir / "artifact", work_dir / "other"
+            for place, number in ((folder, 0), (other, 1)):
+                shutil.rmtree(place, ignore_errors=True)
+                subject.make(place, number)
+            tally = Tally(f"mutants of {subject.name}")
+            _try_all(tally, worker, folder, other, getattr(subject, size), seed, progress)
+            tallies.append(tally)
+    return tallies
+
+
+def _copies_of(artifact: Path) -> Callable[[Path, int], None]:
+    def make(folder: Path, seed: int) -> None:
+        if seed == 0:
+            shutil.copytree(artifact, folder)
+            return
+        model = RetexModel.from_pretrained(artifact)
+        with torch.no_grad():
+            for parameter in (*model.model.parameters(), *model.recovery.parameters()):
+                parameter.mul_(1.01)
+        model.save_pretrained(folder)
+
+    return make
+
+
+def _try_all(tally: Tally, worker: Worker, folder: Path, other: Path, count: int, seed: int, progress: bool) -> None:
+    expected = worker.load(folder)
+    if expected.get("digest") is None:
+        raise RuntimeError(f"The artifact itself does not load: {expected}")
+    copy = folder.parent / "mutant"
+    for mutant in tqdm(mutants(folder, other, count, seed), desc=tally.name, total=count, disable=not progress):
+        copy_artifact(folder, copy)
+        mutant.apply(copy)
+        outcome, problem = judge(mutant, worker.load(copy), expected["digest"])
+        tally.add(outcome, problem)
+    shutil.rmtree(copy, ignore_errors=True)
+
+
+def judge(mutant: Mutant, answer: dict[str, Any], expected: str) -> tuple[str, str | None]:
+    """The outcome of a mutant, and what is wrong with it, if anything."""
+    wrong = answer.get("wrong")
+    if wrong is None and answer["megabytes"] > MEGABYTES:
+        wrong = f"took {answer['megabytes']} MB"
+    if wrong is not None:
+        return "wrong", f"{mutant}: {wrong}"
+    if "refusal" in answer:
+        text = answer["refusal"]
+        if "\n" in text or not any(mention in text for mention in mutant.mentions):
+            return "wrong", f"{mutant}: the refusal names none of {mutant.mentions[:3]}: {text[:300]}"
+        return REFUSED, None
+    if answer["digest"] == expected:
+        return HARMLESS, None
+    if mutant.resealed and answer["finite"]:
+        return ANOTHER, None
+    return "wrong", f"{mutant}: loads with other outputs"
+
+
+# ---- the process that loads them -------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A warm process that loads artifacts. One that crashes or hangs is noted, and another takes its place."""
+
+    def __enter__(self) -> Worker:
+        self._start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.send(None)
+        self._process.join(SECONDS)
+        self._stop()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._connection.recv()  # it is warm
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """What came of loading a folder: `digest` and `finite` of its outputs, a `refusal`, or what is `wrong`."""
+        try:
+            self._connection.send(str(folder))
+            if self._connection.poll(SECONDS):
+                return self._connection.recv()
+            failure = f"hangs for over {SECONDS:.0f} seconds"
+        except (EOFError, OSError):
+            self._process.join()
+            failure = f"crashes the process (exit code {self._process.exitcode})"
+        self._stop()
+        self._start()
+        return {"wrong": failure}
+
+
+def _serve(connection: Connection) -> None:
+    import transformers
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM,) * 2)
+    connection.send(None)
+    while (folder := connection.recv()) is not None:
+        before = _peak()
+        answer = _answer(Path(folder))
+        answer["megabytes"] = _peak() - before
+        connection.send(answer)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def _answer(folder: Path) -> dict[str, Any]:
+    try:
+        digest, finite = outputs(folder)
+    except RetexError as error:
+        if any(isinstance(cause, MemoryError) or "allocate memory" in str(cause) for cause in _causes(error)):
+            return {"wrong": f"asks for too much memory: {error}"}
+        return {"refusal": str(error)}
+    except BaseException as error:  # whatever comes here is a problem, and the next mutant is still to be tried
+        return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {"digest": digest, "finite": finite}
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@torch.no_grad()
+def outputs(folder: Path) -> tuple[str, bool]:
+    """A digest of all that a model of an artifact answers to a few inputs, and whether all numbers in it are finite.
+
+    Rows are identified, recovered with a task named, labelled, and generated; texts pass through the tokenizer that
+    lies in the folder.
+    """
+    model = RetexModel.from_pretrained(folder)
+    seen: list[Any] = [model.tasks]
+    tensors: list[Tensor] = []
+    if hasattr(model.model, "encode_image"):
+        inputs = {"image": torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8)}
+        tensors += [model.encode_image(**inputs), *(model.encode_image(**inputs, task=task) for task in model.tasks)]
+    else:
+        rows = [text for task in TASKS for text in texts(task, 1, seed=3)]
+        batch = load_preprocessor(folder, model.model)(rows)
+        seen += [{name: value.tolist() for name, value in batch.items()}]
+        if model.model.can_generate():
+            seen += [model.generate(**batch, max_new_tokens=3, do_sample=False).tolist()]
+            batch["decoder_input_ids"] = torch.zeros(len(rows), 1, dtype=torch.long)
+        else:
+            seen += [model.predict(**batch)]
+        for task in (None, *model.tasks):
+            answer = model(**batch, task=task)
+            tensors += [torch.where(answer.logits == -torch.inf, 0, answer.logits)]
+    tensors += [model.identify(**(inputs if hasattr(model.model, "encode_image") else batch)).residuals]
+    digest = hashlib.sha256(json.dumps(seen).encode())
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest(), all(torch.isfinite(tensor).all() for tensor in tensors)

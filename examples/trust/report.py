@@ -1,0 +1,102 @@
+"""The table of what was tried: mutants, kills, threads and odd inputs, in their long forms, by hand.
+
+    python examples/trust/report.py                                  all four, about an hour on 2 cores
+    python examples/trust/report.py --only mutants --size short      one of them, in seconds, without touching the table
+
+The long form keeps what came out in `results.json` and writes the table of `README.md` from it, so that one kind can be
+tried again alone. A trial that went wrong is printed with what it takes to see it again, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
+
+from retex_hf.evaluation.tables import Table
+from trust import kills, mutants, odd_inputs, threads
+from trust.tally import Tally
+
+TRIALS: dict[str, Callable[..., list[Tally]]] = {
+    "mutants": mutants.run,
+    "kills": kills.run,
+    "threads": threads.run,
+    "odd_inputs": odd_inputs.run,
+}
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results.json", HERE / "README.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+LIBRARIES = ("torch", "transformers", "safetensors", "huggingface_hub")
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    """One row per kind of trial, and one for all trials of a sort."""
+    header = ["what was tried", "times", "came out as", "wrong"]
+    rows, bold = [], set()
+    for trial in (name for name in TRIALS if name in results):
+        tallies = results[trial]["tallies"]
+        rows += [_row(tally["name"], tally["outcomes"], tally["problems"]) for tally in tallies]
+        outcomes = sum((Counter(tally["outcomes"]) for tally in tallies), Counter())
+        bold |= {(len(rows), column) for column in range(len(header))}
+        rows.append(_row(f"all {trial.replace('_', ' ')}", outcomes, sum(tally["problems"] for tally in tallies)))
+    return Table(header, rows, frozenset(bold), words=(2,))
+
+
+def _row(name: str, outcomes: Mapping[str, int], problems: int) -> list[str]:
+    said = ", ".join(f"{count:,} {outcome}" for outcome, count in Counter(outcomes).most_common())
+    return [name, f"{sum(outcomes.values()):,}", said, str(problems)]
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page with the table of these results."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    ways = sorted({entry["versions"] for entry in results.values()})
+    return f"{before}{BEGIN}\n{table(results).markdown()}\n\n{'; '.join(ways)}.\n{END}{after}"
+
+
+def describe(tallies: list[Tally]) -> dict[str, Any]:
+    """What is kept of a trial."""
+    return {
+        "versions": ", ".join(
+            [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in LIBRARIES)]
+        ),
+        "tallies": [
+            {"name": tally.name, "outcomes": dict(tally.outcomes), "problems": len(tally.problems)} for tally in tallies
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), help="the kinds of trials to do")
+    parser.add_argument("--size", choices=("short", "long"), default="long", help="short: as the tests do")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other trials")
+    parser.add_argument("--work-dir", type=Path, help="where to work; default: a temporary folder")
+    arguments = parser.parse_args()
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    found, problems = {}, []
+    with tempfile.TemporaryDirectory(dir=arguments.work_dir) as work:
+        for trial in arguments.only:
+            tallies = TRIALS[trial](Path(work) / trial, size=arguments.size, seed=arguments.seed)
+            found[trial] = describe(tallies)
+            problems += [problem for tally in tallies for problem in tally.problems]
+    print(table(found).text(), *problems, sep="\n")
+    if arguments.size == "long":
+        known |= found
+        RESULTS.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        PAGE.write_text(page(known), encoding="utf-8")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What a configuration may ask for, judged by the weights that come with it.
+
+A configuration is a few numbers of a stranger; a model of a billion layers is made as readily as one of twelve, until
+memory is gone. Weights cannot lie so: their files have the size they have. Nothing is made that they could not fill.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ..checkpoints.sources import Source, TensorInfo
+from ..errors import CheckpointError, brief, shorten
+
+# Keys of configurations that count layers, heads, labels and the like; each of them takes time and memory of its own.
+COUNT = re.compile(r"(^|_)(num|n|layers?|depths?|blocks?|labels?|heads?|experts?|stages?)(_|$)")
+# No count of a real model comes near, and this many of anything small are made in a moment.
+HARMLESS_COUNT = 100_000
+# Modules and parameters that a model has for every tensor in its files; tied, fused and weightless ones count too.
+PIECES_PER_TENSOR, HARMLESS_PIECES = 100, 10_000
+# Constants that a model computes for itself (positions, masks), in bytes.
+HARMLESS_BUFFERS = 1 << 30
+
+
+def check_counts(path: Path, values: Any, source: Source, keys: re.Pattern[str] = COUNT) -> None:
+    """Refuse a count in a configuration that no model with these weights can have."""
+    largest = max((size for info in source.infos.values() for size in info.shape), default=0)
+    limit = max(HARMLESS_COUNT, largest, len(source.infos))
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, Mapping):
+            for inner, entry in value.items():
+                walk(entry, inner)
+        elif isinstance(value, (list, tuple)):
+            for entry in value:
+                walk(entry, key)
+        elif isinstance(value, (int, float)) and keys.search(key) and value > limit:
+            raise CheckpointError(f"{path}: {key!r} is {brief(value)}; the weights leave room for {limit} at most.")
+
+    walk(values, "")
+
+
+@contextmanager
+def limited_pieces(path: Path, source: Source) -> Iterator[None]:
+    """Within this context, stop the making of a model that has far more modules than its weights have tensors."""
+    limit, thread, made = HARMLESS_PIECES + PIECES_PER_TENSOR * len(source.infos), threading.get_ident(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal made
+        if threading.get_ident() != thread:  # the hooks see what all threads make
+            return
+        made += 1
+        if made > limit:
+            raise CheckpointError(
+                f"{path} asks for more than {limit} layers, but the weights are {len(source.infos)} tensors."
+            )
+
+    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[str, TensorInfo]) -> None:
+    """Refuse weights that are not those of a model; `infos` are what is known of them, under the names of the model.
+
+    `model` is on the meta device; `path` is the configuration that it was made from.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    for name, info in infos.items():
+        expected = tensors[name]
+        if info.shape != tuple(expected.shape):
+            raise CheckpointError(
+                f"{source.label}: tensor {name!r} has shape {info.shape}, but {path.name} asks for "
+                f"{tuple(expected.shape)}."
+            )
+        if info.dtype.is_floating_point != expected.dtype.is_floating_point:
+            raise CheckpointError(f"{source.label}: tensor {name!r} has dtype {info.dtype}, not {expected.dtype}.")
+    there = {id(tensors[name]) for name in infos}  # tied tensors are one
+    missing = [name for name, _ in model.named_parameters() if id(tensors.get(name)) not in there]
+    if missing:
+        raise CheckpointError(
+            f"{source.label} lacks {len(missing)} tensor(s) that {path.name} asks for: {shorten(missing)}."
+        )
+    buffers = sum(_bytes(buffer) for buffer in model.buffers())
+    if buffers > HARMLESS_BUFFERS + sum(_bytes(tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path} asks for {buffers} bytes of constants, more than the weights have.")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,0 +1,319 @@
+"""A ReTeX folder, read: nothing is trusted before it has been compared with what the configuration says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import manifest
+from .checkpoints.sources import Source, open_files, weight_files
+from .config import CONFIG_NAME, RetexConfig
+from .description import (
+    EVALUATION_NAME,
+    HEADS,
+    OWN_FILES,
+    PRETRAINED,
+    RECIPE_NAME,
+    RECOVERY,
+    SIGNATURES,
+    TAKEN_FOR_MODELS,
+    TASK_EMBEDDING,
+    TRAINING_NAME,
+    Entry,
+    head_key,
+    read_description,
+    read_manifest,
+)
+from .errors import ArtifactError, CheckpointError, brief, shorten
+from .execution import in_own_dtypes
+from .libraries import LIBRARIES, library_of
+from .parts import RetexParts
+from .reading import read_json, read_yaml
+from .recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
+from .recovery.storage import stored_parts
+from .routing import Signatures, WeightSignatures
+from .side_files import is_side_file
+
+
+def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **load_options: Any) -> RetexParts:
+    """Read a folder. Everything is checked before a model is made of it.
+
+    Args:
+        folder: The artifact.
+        verify: Compare the contents of all files that are read with what is recorded of them.
+        check_finite: Look at every number.
+        load_options: Go to the library of the merged model.
+    """
+    parts, _, _ = read_parts(folder, verify=verify, check_finite=check_finite)
+    model = _load_model(folder, library_of(parts.model), load_options)
+    heads = {task: in_own_dtypes(model, head) for task, head in parts.heads.items()}
+    return dataclasses.replace(parts, model=model, heads=heads)
+
+
+def read_parts(
+    folder: Path, *, verify: bool = True, check_finite: bool = False
+) -> tuple[RetexParts, list[Source], dict[str, manifest.FileRecord]]:
+    """All of an artifact, checked, but with the merged model on the meta device; its weight files; its records."""
+    config, section = read_description(folder, verify=verify)
+    records = read_manifest(folder, section)
+    check_files(folder, records, verify=verify)
+    recovery, errors = read_recovery(folder, section, config)
+    heads = _read_heads(folder, section, config)
+    signatures = _read_signatures(folder, section, config)
+    pretrained = _read_pretrained(folder) if config.feature_source == "pretrained" else {}
+    model = _plan_model(folder, section["library"])
+    _check_fits(folder, model, recovery, heads, pretrained)
+    _check_labels(folder, model, config, heads)
+    if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
+            "the signatures are of."
+        )
+    history = read_beside(folder / TRAINING_NAME, list) or []
+    if not all(isinstance(entry, dict) for entry in history):
+        raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
+    recipe = read_beside(folder / RECIPE_NAME, dict)
+    evaluation = read_beside(folder / EVALUATION_NAME, dict)
+    parts = RetexParts(
+        config, model, recovery, heads, errors, signatures, pretrained, folder, history, recipe, evaluation, not verify
+    )
+    stems = (RECOVERY, HEADS, SIGNATURES, PRETRAINED, LIBRARIES[section["library"]].WEIGHTS_STEM)
+    sources = [_open_file(file) for stem in stems for file in sorted(folder.glob(f"{stem}*.safetensors"))]
+    if check_finite:
+        for source in sources:
+            check_numbers(source)
+    return parts, sources, records
+
+
+def check_files(folder: Path, records: Mapping[str, manifest.FileRecord], *, verify: bool) -> None:
+    """The files of an artifact must be those that its configuration records, besides tokenizers and processors, which
+    have a reader of their own (`check_side_files`)."""
+    manifest.check_strays(folder, records, (*TAKEN_FOR_MODELS, *(OWN_FILES if verify else ())))
+    own = {name: found for name, found in records.items() if not is_side_file(name)}
+    if not verify:  # what is missing is missed by those who read it
+        own = {name: found for name, found in own.items() if (folder / name).exists()}
+    manifest.check(folder, own, content=verify)
+
+
+def check_side_files(folder: Path) -> None:
+    """The tokenizer and processor files of an artifact must be those that were recorded, if any were."""
+    _, section = read_description(folder)
+    records = read_manifest(folder, section)
+    manifest.check(folder, {name: found for name, found in records.items() if is_side_file(name)})
+
+
+def check_numbers(source: Source) -> None:
+    """Refuse weights that hold NaN or infinite numbers."""
+    for name in source.infos:
+        tensor = source.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ArtifactError(f"{source.label}: tensor {name!r} holds NaN or infinite numbers.")
+
+
+def read_beside(path: Path, kind: type) -> Any:
+    """What an optional YAML or JSON file holds; None where there is no such file."""
+    if not path.exists():
+        return None
+    if path.suffix == ".yaml":
+        return read_yaml(path, ArtifactError, kind=kind)
+    return read_json(path, ArtifactError, kind=kind, infinite=True)  # a measurement may have come out as NaN
+
+
+def _plan_model(folder: Path, library: str) -> nn.Module:
+    source = _open(folder, LIBRARIES[library].WEIGHTS_STEM)
+    try:
+        return LIBRARIES[library].plan(folder, source)
+    except CheckpointError as error:
+        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
+
+
+def _load_model(folder: Path, library: ModuleType, load_options: dict[str, Any]) -> nn.Module:
+    try:
+        model = library.load(folder, **load_options)
+    except CheckpointError as error:
+        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
+    return model.requires_grad_(False)
+
+
+def _open(folder: Path, stem: str) -> Source:
+    """The tensors of a part of an artifact, in one file or in shards."""
+    try:
+        files = weight_files(folder, (stem,), suffixes=(".safetensors",))
+        return open_files(files, str(files[0]) if len(files) == 1 else f"{folder / stem}*.safetensors")
+    except CheckpointError as error:
+        raise ArtifactError(str(error)) from None
+
+
+def _open_file(file: Path) -> Source:
+    try:
+        return open_files([file], str(file))
+    except CheckpointError as error:
+        raise ArtifactError(str(error)) from None
+
+
+def _read_pretrained(folder: Path) -> dict[str, Tensor]:
+    source = _open(folder, PRETRAINED)
+    _check_tensors(source, {name: info.shape for name, info in source.infos.items()})
+    return {name: source.read(name) for name in source.infos}
+
+
+def _check_tensors(
+    source: Source,
+    expected: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Names and shapes must be those expected, dtypes too where given; else any floating-point one will do."""
+    where = source.label
+    missing = sorted(set(expected) - set(source.infos))
+    if missing:
+        raise ArtifactError(f"{where} lacks {shorten(missing)}, which {CONFIG_NAME} asks for.")
+    foreign = sorted(set(source.infos) - set(expected))
+    if foreign:
+        raise ArtifactError(f"{where} holds {shorten(foreign)}, which {CONFIG_NAME} does not list.")
+    for name, shape in expected.items():
+        info = source.infos[name]
+        if info.shape != tuple(shape):
+            raise ArtifactError(f"{where}: tensor {name!r} has shape {info.shape}, expected {tuple(shape)}.")
+        if dtypes is None and not info.dtype.is_floating_point:
+            raise ArtifactError(f"{where}: tensor {name!r} has dtype {info.dtype}, expected floating point.")
+        if dtypes is not None and info.dtype != dtypes[name]:
+            raise ArtifactError(
+                f"{where}: tensor {name!r} has dtype {info.dtype}, but {CONFIG_NAME} asks for {dtypes[name]}."
+            )
+
+
+def read_recovery(
+    folder: Path, section: dict[str, Any], config: RetexConfig
+) -> tuple[RecoveryModule, dict[str, float]]:
+    """The recovery module over a folder's mapped files, and the relative error of every parameter."""
+    entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
+    for name, entry in entries.items():
+        if entry.generator not in entries or entries[entry.generator].layout != entry.layout:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
+    source = _open(folder, RECOVERY)
+    embedding_dim = config.task_embedding_dim or len(config.tasks)
+    parts = {
+        name: stored_parts(entry.layout, embedding_dim, f"{name}.bias" in source.infos, config.recovery_dtype)
+        for name, entry in entries.items()
+        if entry.generator == name
+    }
+    expected = {TASK_EMBEDDING: ((len(config.tasks), embedding_dim), torch.float32)}
+    for name, stored in parts.items():
+        expected |= {f"{name}.{part}": info for part, info in stored.items()}
+    for name, entry in entries.items():
+        if entry.scaled:
+            scale = {"weight": ((embedding_dim,), torch.float32), "bias": ((), torch.float32)}
+            expected |= {f"{name}.scale.{part}": info for part, info in scale.items()}
+    shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
+    _check_tensors(source, shapes, dtypes)
+
+    # Tensors stay mapped to the file: of the tasks that are not used, nothing is ever read.
+    made = {
+        name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
+        for name, stored in parts.items()
+    }
+    generators = {name: made[entry.generator] for name, entry in entries.items()}
+    scales = {
+        name: ScaleGenerator(source.read(f"{name}.scale.weight"), source.read(f"{name}.scale.bias"))
+        for name, entry in entries.items()
+        if entry.scaled
+    }
+    errors = {name: entry.error for name, entry in entries.items()}
+    return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
+
+
+def _read_heads(folder: Path, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
+    listed = _dict(section, "heads", folder)
+    if set(listed) != set(config.tasks):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} lists heads for {sorted(listed)}, but its tasks are {config.tasks}."
+        )
+    expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
+    if not expected:
+        return {task: {} for task in config.tasks}
+    source = _open(folder, HEADS)
+    _check_tensors(source, expected)
+    return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in config.tasks}
+
+
+def _read_signatures(
+    folder: Path, section: dict[str, Any], config: RetexConfig
+) -> Signatures | WeightSignatures | None:
+    if section.get("signatures") is None:
+        return None
+    described = _dict(section, "signatures", folder)
+    from_weights = config.signatures == "weights"
+    tasks, layer = len(config.tasks), described.get("feature_layer")
+    rank, width, held_out = sizes = [described.get(key) for key in ("rank", "width", "held_out")]
+    sizes_given = all(isinstance(size, int) for size in sizes)
+    if not isinstance(layer, str) or not (from_weights or sizes_given):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
+    source = _open(folder, SIGNATURES)
+    expected = {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)}
+    expected = {"centre": (tasks,)} if from_weights else expected
+    _check_tensors(source, expected)
+    tensors = [source.read(name).clone() for name in expected]
+    return (WeightSignatures if from_weights else Signatures)(*tensors, layer)
+
+
+def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(values.get(key), dict):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: {key!r} must be an object, not {values.get(key)!r}.")
+    return values[key]
+
+
+def _check_fits(
+    folder: Path,
+    model: nn.Module,
+    recovery: RecoveryModule,
+    heads: dict[str, dict[str, Tensor]],
+    pretrained: dict[str, Tensor],
+) -> None:
+    """The recovery must belong to this merged model, and so must heads and the tensors of the base."""
+    tensors = model.state_dict()
+    recovered = {name: recovery[name].layout.shape for name in recovery}
+    of_base = {name: tuple(tensor.shape) for name, tensor in pretrained.items()}
+    for stem, what, shapes in ((RECOVERY, "recovery", recovered), (PRETRAINED, "copy of the base", of_base)):
+        for name, shape in shapes.items():
+            if name not in tensors:
+                raise ArtifactError(f"{folder}: the merged model has no tensor {name!r}, which {stem}* has.")
+            if tuple(tensors[name].shape) != shape:
+                raise ArtifactError(
+                    f"{folder}: tensor {name!r} of the merged model has shape {tuple(tensors[name].shape)}, "
+                    f"but its {what} has {shape}."
+                )
+    for task, head in heads.items():
+        for name, tensor in head.items():
+            if name not in tensors:
+                raise ArtifactError(f"{folder}: the merged model has no tensor {name!r}, a head of task {task!r}.")
+            if tensor.ndim != tensors[name].ndim:
+                raise ArtifactError(
+                    f"{folder}: tensor {name!r} has {tensors[name].ndim} axes in the merged model, but {tensor.ndim} "
+                    f"in the head of task {task!r}."
+                )
+
+
+def _check_labels(
+    folder: Path, model: nn.Module, config: RetexConfig, heads: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Every class of a head has a label, and no label is without a class."""
+    if config.labels and set(config.labels) != set(config.tasks):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} has labels for {sorted(config.labels)}, but its tasks are {config.tasks}."
+        )
+    width, shapes = library_of(model).num_labels(model), {name: t.shape for name, t in model.state_dict().items()}
+    first = heads[config.tasks[0]]
+    outputs = [name for name in first if shapes[name] and shapes[name][0] == width]
+    for task, described in config.labels.items():
+        classes = len(heads[task][outputs[-1]]) if outputs and outputs[-1] in heads[task] else None
+        if classes != len(described["id2label"]):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} names {len(described['id2label'])} labels of task {task!r}, whose head has "
+                f"{classes or 'no'} classes."
+            )

@@ -1,0 +1,197 @@
+"""JSON and YAML files of strangers: read strictly, within limits, and refused with one sentence.
+
+Both formats leave room for surprises: keys that stand twice (readers differ in which one counts), numbers that are
+none (`NaN`), nesting that exhausts the stack, aliases that multiply. None of these is in a file that a program of good
+will wrote, so none is read.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import RetexError, first_line
+
+# A tokenizer.json of a large vocabulary has 30 MB; a shard index of a thousand layers has less than one.
+MOST_JSON_BYTES = 100_000_000
+# Recipes and the metadata of cards. PyYAML reads about 100 kB a second.
+MOST_YAML_BYTES = 500_000
+# Values of a YAML document, with every alias written out.
+MOST_YAML_VALUES = 100_000
+MOST_LEVELS = 64
+
+
+def read_json(
+    path: Path,
+    error: type[RetexError],
+    *,
+    kind: type | None = dict,
+    name: str | None = None,
+    infinite: bool = False,
+) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: The file.
+        error: What is raised, with one sentence, if it cannot be read.
+        kind: The type that the whole must have; None: any.
+        name: What the file is called in that sentence; default: its path.
+        infinite: Take `Infinity` and `NaN`, which are no JSON, but which configurations of transformers hold
+            (`time_step_limit` of Mamba).
+    """
+    name = str(path) if name is None else name
+    return parse_json(_text(path, MOST_JSON_BYTES, error, name), name, error, kind=kind, infinite=infinite)
+
+
+def read_yaml(path: Path, error: type[RetexError], *, kind: type | None = dict, name: str | None = None) -> Any:
+    """What a YAML file holds: plain values only. The arguments are those of `read_json`."""
+    name = str(path) if name is None else name
+    return parse_yaml(_text(path, MOST_YAML_BYTES, error, name), name, error, kind=kind)
+
+
+def parse_json(
+    text: str, name: str, error: type[RetexError], *, kind: type | None = dict, infinite: bool = False
+) -> Any:
+    """What a JSON text holds; `name` says in messages where it is from.
+
+    >>> from retex_hf.errors import ConfigError
+    >>> from retex_hf.reading import parse_json
+    >>> parse_json('{"rank": 8, "rank": 64}', "config.json", ConfigError)
+    Traceback (most recent call last):
+    ...
+    retex_hf.errors.ConfigError: config.json is not valid JSON: the key 'rank' stands twice.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=float if infinite else _refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise error(f"{name} is not valid JSON: it is nested too deeply.") from None
+    except UnicodeEncodeError:
+        raise error(f"{name} is not valid JSON: it holds half a character (a lone surrogate).") from None
+    except ValueError as problem:
+        raise error(f"{name} is not valid JSON: {first_line(problem).rstrip('.')}.") from None
+    return _checked(value, kind, name, error, "a JSON object")
+
+
+def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | None = dict) -> Any:
+    """What a YAML text holds: plain values only, aliases within limits.
+
+    >>> from retex_hf.errors import ConfigError
+    >>> from retex_hf.reading import parse_yaml
+    >>> parse_yaml("{base: org/base, experts: &e {a: org/a}, again: *e}", "recipe.yaml", ConfigError)
+    {'base': 'org/base', 'experts': {'a': 'org/a'}, 'again': {'a': 'org/a'}}
+    """
+    if len(text) > MOST_YAML_BYTES:
+        raise error(f"{name} has {len(text)} characters; at most {MOST_YAML_BYTES} are read.")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _count(node, {})
+        value = None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise error(f"{name} is not valid YAML: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as problem:
+        raise error(f"{name} is not valid YAML: {_reason(problem)}.") from None
+    except (AttributeError, KeyError, TypeError):  # how PyYAML fails on `!!bool maybe` and the like
+        raise error(f"{name} is not valid YAML: a value does not fit its tag.") from None
+    return _checked(value, kind, name, error, "keys and values")
+
+
+def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) -> None:
+    """Refuse files of a folder that are links to somewhere else on this machine.
+
+    A folder from a stranger could name any file so, to have it read, and published with what is made of it. The links
+    of the Hub's cache are its own: from a snapshot to the blobs of its repository, or of the whole cache.
+    """
+    home = folder.resolve()
+    roots = [home]
+    if home.parent.name == "snapshots":
+        roots += [home.parent.parent / "blobs", home.parent.parent.parent / "blobs"]
+    for file in files:
+        try:
+            target = file.resolve()
+        except (OSError, RuntimeError):  # RuntimeError: before Python 3.13
+            raise error(f"{file} is a link to itself.") from None
+        if not any(target.is_relative_to(root) for root in roots):
+            raise error(f"{file} is a link to {target}, which is outside of {folder}: put the file itself there.")
+
+
+def _text(path: Path, most: int, error: type[RetexError], name: str) -> str:
+    try:
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):  # a pipe would never end
+            raise error(f"{name} is not a file.")
+        if state.st_size > most:
+            raise error(f"{name} has {state.st_size} bytes; at most {most} are read.")
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise error(f"{name} does not exist.") from None
+    except UnicodeDecodeError:
+        raise error(f"{name} is not text in UTF-8.") from None
+    except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
+        raise error(f"{name} cannot be read: {getattr(problem, 'strerror', None) or first_line(problem)}.") from None
+
+
+def _checked(value: Any, kind: type | None, name: str, error: type[RetexError], mapping: str) -> Any:
+    if kind is not None and not isinstance(value, kind):
+        words = mapping if kind is dict else f"a {kind.__name__}"
+        raise error(f"{name} must hold {words}, not a {type(value).__name__}.")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in values if names.count(key) > 1)!r} stands twice")
+    return values
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number in JSON")
+
+
+def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int:
+    """How many values a document has with every alias written out; `known` holds what was counted before.
+
+    Done before anything is constructed: merge keys (`<<`) multiply while they are.
+    """
+    if level > MOST_LEVELS:
+        raise ValueError("it is nested too deeply")
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise ValueError("it contains itself")
+        return count
+    known[id(node)], count = None, 1
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
+    for part in () if isinstance(node, yaml.ScalarNode) else node.value:
+        for child in part if isinstance(part, tuple) else (part,):
+            count += _count(child, known, level + 1)
+    if count > MOST_YAML_VALUES:
+        raise ValueError(f"it holds more than {MOST_YAML_VALUES} values, with every alias written out")
+    known[id(node)] = count
+    return count
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen: set[Hashable] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in seen:
+                raise ValueError(f"the key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+            seen.add((key.tag, key.value))
+
+
+def _reason(problem: Exception) -> str:
+    """What PyYAML found, and in which line; its own texts have several lines."""
+    mark, said = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
+    reason = (said or first_line(problem)).rstrip(".")
+    return reason if mark is None else f"{reason} (line {mark.line + 1})"

@@ -1,0 +1,152 @@
+"""Processes that share a model: forked, spawned, and the workers of a DataLoader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from trust import subjects
+from trust.subjects import TASKS
+from trust.threads import fingerprint
+
+from retex_hf import RetexModel
+
+PATIENCE = 120
+needs_fork = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork processes"
+)
+ROWS = [*TASKS, *TASKS]
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return subjects.mixed_batch(subjects.make_tokenizer())
+
+
+def answers(model: RetexModel) -> list[str]:
+    """What is asked of a model in another process."""
+    torch.set_num_threads(1)
+    batch, found = inputs(), []
+    with torch.no_grad():
+        for execution in ("grouped", "mixed"):
+            model.execution = execution
+            found += [fingerprint(model(**batch)), fingerprint(model(**batch, task=ROWS))]
+        model.set_adapter("green")
+        found.append(fingerprint(model(**batch)))
+        model.set_adapter(None)
+        model.delete_task("blue")
+        found.append(fingerprint(model(**batch, task="red")))
+    return found
+
+
+def answers_of_folder(folder: str) -> list[str]:
+    return answers(RetexModel.from_pretrained(folder))
+
+
+def in_fork(function) -> object:
+    """The result of a function in a forked child, which must not hang."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sending.send(function()))
+    child.start()
+    try:
+        assert receiving.poll(PATIENCE), "the child hangs"
+        return receiving.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+@needs_fork
+def test_a_fork_while_other_threads_hold_every_lock():
+    """The worst moment: a change is being made, the cache is written to, an expert is made, a probe is under way."""
+    model = subjects.make_model()
+    expected = answers(subjects.make_model())
+    model.execution = "mixed"
+    model(**inputs(), task=ROWS)
+    probes = model._cache.get("mixed", lambda: None)._probed
+    held, go_on = threading.Barrier(4), threading.Event()
+
+    def hold_locks() -> None:
+        with model._turn.lock, model._cache._lock, probes._lock:
+            held.wait(PATIENCE)
+            go_on.wait(PATIENCE)
+
+    def make() -> None:
+        held.wait(PATIENCE)
+        go_on.wait(PATIENCE)
+
+    key = (0, True, False)
+    holding = [
+        threading.Thread(target=model._cache.get, args=(key, make)),
+        threading.Thread(target=probes.get, args=("kind", make)),
+        threading.Thread(target=hold_locks),
+    ]
+    assert key not in model._cache
+    for thread in holding[:2]:
+        thread.start()
+    while not (model._cache._making.get(key) and probes._making.get("kind")):
+        pass
+    holding[2].start()
+    held.wait(PATIENCE)
+    try:
+        assert in_fork(lambda: answers(model)) == expected
+    finally:
+        go_on.set()
+        for thread in holding:
+            thread.join(PATIENCE)
+
+
+@needs_fork
+def test_forks_while_other_threads_call():
+    model = subjects.make_model()
+    expected = answers(subjects.make_model())
+    stop, batch = threading.Event(), inputs()
+
+    def call() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                model(**batch, task=ROWS)
+                model.set_adapter("red")
+                model.set_adapter(None)
+                model._cache.clear()
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            assert in_fork(lambda: answers(model)) == expected
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+
+@needs_fork
+def test_workers_of_a_data_loader_identify_rows():
+    model, batch = subjects.make_model(), inputs()
+    expected = [model.identify(**{name: value[[row]] for name, value in batch.items()}).tasks[0] for row in range(6)]
+    assert set(expected) == set(TASKS)
+
+    def collate(rows: list[int]) -> list[str]:
+        return model.identify(**{name: value[rows] for name, value in batch.items()}).tasks
+
+    loader = DataLoader(range(6), batch_size=2, num_workers=2, collate_fn=collate, multiprocessing_context="fork")
+    assert [task for tasks in loader for task in tasks] == expected
+
+
+def test_a_spawned_process_gets_the_model_or_loads_it(tmp_path):
+    expected = answers(subjects.make_model())
+    model = subjects.make_model()
+    model.save_pretrained(tmp_path / "saved")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        given = pool.submit(answers, model)
+        loaded = pool.submit(answers_of_folder, str(tmp_path / "saved"))
+        assert given.result(PATIENCE) == expected
+        assert loaded.result(PATIENCE) == expected
+    assert model.tasks == list(TASKS)  # what the child does to its copy stays there
