@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import pickle
 import random
 import shutil
 import sys
@@ -37,7 +36,7 @@ THREADS = 8
 SECONDS = 60.0  # of the long form, for each model
 TURNS = 4  # of the short form, for each thread and model
 CHANGES = {"short": 0.12, "long": 0.02}  # the share of turns that change the model
-HEAVY = {"save": 0.1, "copy": 0.2, "pickle": 0.2}  # calls that are drawn more rarely
+HEAVY = {"save": 0.1, "copy": 0.2}  # calls that are drawn more rarely
 PATIENCE = 120.0  # seconds that a thread may take to end
 EXTRA = "extra"
 SAY = {"max_new_tokens": 4, "suppress_tokens": [0, 2], "pad_token_id": 0}
@@ -185,7 +184,6 @@ def _calls(family: str, inputs: dict[str, Tensor], work_dir: Path) -> dict[str, 
         "unload": lambda model: model.merge_and_unload("red")(**whole),
         "save": saved,
         "copy": lambda model: copy.deepcopy(model)(**whole, task=mixed),
-        "pickle": lambda model: pickle.loads(pickle.dumps(model))(**whole, task="blue"),
     }
     if family in ("bert", "resnet"):
         calls["predict"] = lambda model: model.predict(**whole)

@@ -53,8 +53,10 @@ def parameter(shape: tuple[int, ...], rank: int | str = "full", **options) -> tu
 @contextmanager
 def running(call: MixedCall) -> Iterator[None]:
     token = _current.set(call)
-    yield
-    _current.reset(token)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def a_call() -> MixedCall:

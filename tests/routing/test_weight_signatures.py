@@ -9,6 +9,7 @@ from helpers import TASKS, assert_same, build_from, build_retex, make_experts, p
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 from transformers.pytorch_utils import Conv1D
+from trust.mutations import reseal
 
 from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
 from retex_hf.routing import WeightSignatures
@@ -187,11 +188,13 @@ def test_signatures_of_the_other_kind_are_refused(tmp_path):
     model.save_pretrained(tmp_path / "artifact")
     path = tmp_path / "artifact" / "retex_config.json"
     path.write_text(path.read_text().replace('"signatures": "weights"', '"signatures": "inputs"'))
+    reseal(tmp_path / "artifact")
     with pytest.raises(ArtifactError, match="the signatures are described by"):
         RetexModel.from_pretrained(tmp_path / "artifact")
     path.write_text(path.read_text().replace('"signatures": "inputs"', '"signatures": "weights"'))
     text = path.read_text()
     path.write_text(text.replace('"tasks": [', '"tasks": ["more",').replace('"heads": {', '"heads": {"more": {},'))
+    reseal(tmp_path / "artifact")
     with pytest.raises(ArtifactError, match="has shape"):
         RetexModel.from_pretrained(tmp_path / "artifact")
 

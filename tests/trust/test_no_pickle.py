@@ -18,8 +18,6 @@ CALLS = {
     "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.Loader", "jinja2.Template", "jinja2.Environment",
     "pandas.read_pickle", "pd.read_pickle", "evaluate.load", "ModelCard.from_template", "tempfile.mktemp",
 }  # fmt: skip
-# The one place that needs it: what a process pool does to a model is tried on a model of our own.
-EXCEPTIONS = {("examples/trust/threads.py", "pickle")}
 
 
 def findings(source: str) -> Iterator[str]:
@@ -84,7 +82,7 @@ def test_nothing_in_the_tree_runs_code_from_files():
         for file in FILES
         for what in findings(file.read_text(encoding="utf-8"))
     }
-    assert found - EXCEPTIONS == set()
+    assert found == set()
 
 
 def test_every_loader_of_transformers_is_told_not_to_run_code():
