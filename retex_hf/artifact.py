@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -86,6 +87,8 @@ def rewrite_description(parts: RetexParts, folder: Path) -> None:
     ]
     # Of a model that was read unchecked nobody knows whether its files are still those that were recorded.
     known = {} if parts.unverified else read_manifest(folder, section)
+    # The tokenizer in there may be newer than the one that the model was built with.
+    parts = dataclasses.replace(parts, side_folder=folder)
     finish(parts, weights, folder, {file.name: known[file.name] for file in weights if file.name in known})
 
 

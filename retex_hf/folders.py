@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from .errors import ArtifactError
+from .errors import ArtifactError, WriteError
 from .writing import is_write_failure, sync, sync_one, write_errors
 
 if TYPE_CHECKING:
@@ -113,14 +113,44 @@ def replace(new: Path, folder: Path, retired: Path, own_files: Sequence[str] = (
         keep_files(folder, new, own_files)
         shutil.copymode(folder, new)
         sync(new)
-        if not exchange(new, folder):
-            folder.rename(retired)
+        with _same_current_folder(folder):
             try:
-                new.rename(folder)
-            except OSError:
-                retired.rename(folder)
-                raise
+                _change_places(new, folder, retired)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                # Both are beside each other, so this is the one way in which they can be on two file systems.
+                raise WriteError(
+                    f"{folder} lies in a read-only layer of this file system (a container's image, say), where no "
+                    "folder can be replaced: expected another folder."
+                ) from error
     sync_one(folder.parent)
+
+
+def _change_places(new: Path, folder: Path, retired: Path) -> None:
+    if exchange(new, folder):
+        return
+    folder.rename(retired)
+    try:
+        new.rename(folder)
+    except OSError:
+        retired.rename(folder)
+        raise
+
+
+@contextmanager
+def _same_current_folder(folder: Path) -> Iterator[None]:
+    """Let a process that works in a folder (`save_pretrained(".")`) work in the one that takes its place.
+
+    It would be left in the retired one otherwise, which is removed.
+    """
+    try:
+        current = Path.cwd()
+    except FileNotFoundError:
+        current = None
+    yield
+    if current is not None and current.is_relative_to(folder) and current.is_dir():
+        os.chdir(current)
 
 
 def exchange(one: Path, other: Path) -> bool:

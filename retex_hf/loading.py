@@ -80,8 +80,9 @@ def read_parts(
         raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
     recipe = read_beside(folder / RECIPE_NAME, dict)
     evaluation = read_beside(folder / EVALUATION_NAME, dict)
+    home = folder.absolute()  # tokenizers are taken along later, when the current folder may be another
     parts = RetexParts(
-        config, model, recovery, heads, errors, signatures, pretrained, folder, history, recipe, evaluation, not verify
+        config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
     )
     stems = (RECOVERY, HEADS, SIGNATURES, PRETRAINED, LIBRARIES[section["library"]].WEIGHTS_STEM)
     sources = [_open_file(file) for stem in stems for file in sorted(folder.glob(f"{stem}*.safetensors"))]

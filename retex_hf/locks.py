@@ -1,7 +1,8 @@
-"""Locks, and what becomes of them when a process forks.
+"""Locks and threads, and what becomes of them when a process forks.
 
 A child has the thread that forked and no other. A lock that another thread held at that moment would stay locked in the
-child for ever, and what that thread was making would never be finished: both are made anew there.
+child for ever, and what that thread was making would never be finished: both are made anew there. So would torch wait
+for ever for the threads among which it shares its work (OpenMP's, which do not come along): it works without them there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import threading
 from typing import Protocol
 from weakref import WeakSet
+
+import torch
 
 
 class HasLocks(Protocol):
@@ -30,6 +33,8 @@ def renew_in_children(holder: HasLocks) -> None:
 def _renew() -> None:
     for holder in _holders:
         holder.renew_locks()
+    if _holders:  # children that have no model of ours are left alone
+        torch.set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):  # where processes can fork

@@ -125,10 +125,10 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
 
 
 def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
-    openclip.read_config(folder)  # which may not ask the tokenizer to run code
     transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 
     def encode(texts: list[str]) -> dict[str, Tensor]:
+        openclip.read_config(folder)  # which may not ask the tokenizer to run code
         try:
             tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
         except Exception as error:  # OpenCLIP raises whatever its tokenizers do

@@ -66,7 +66,8 @@ class RoutedModel(nn.Module):
     torch does to a module in place is not for use beside calls: `train`, `eval`, `to`, `load_state_dict`.
 
     Processes can share it too: a child that is forked goes on with the model as it was, whatever other threads were
-    doing, and a pickled model (`spawn`) is the same model with an empty expert cache.
+    doing, and computes with one thread (`torch.set_num_threads`; torch cannot take more along). A pickled model (`spawn`)
+    is the same model with an empty expert cache.
     """
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints import Source
+from .checkpoints.locate import CODE
 from .errors import CheckpointError, shorten
 from .reading import check_links, read_json
 
@@ -24,8 +25,6 @@ SIDE_FILES = (
 )  # fmt: skip
 # Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
 SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
-# What tokenizers of strangers bring along, and what is never run.
-CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
 # What says which token is which number; where both have the first, the others repeat it.
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
@@ -48,6 +47,9 @@ def is_side_file(name: str) -> bool:
 
 def copy_side_files(source: Path, folder: Path) -> None:
     """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code."""
+    if not source.is_dir():
+        logger.warning("%s is gone, and so is the tokenizer or processor that may have been there: save it again.", source)
+        return
     files = list(side_files(source))
     check_links(files, source, CheckpointError)
     for file in files:
@@ -109,11 +111,11 @@ def _token_ids(path: Path) -> dict[str, int]:
 
 
 def _folder_of(source: Source) -> Path | None:
-    """Where a checkpoint lies, or the folder that a model in memory was loaded from."""
+    """Where a checkpoint lies, or the folder that a model in memory was loaded from; as long as this process runs."""
     if source.folder is not None:
-        return source.folder
+        return source.folder.absolute()
     name = getattr(source.model, "name_or_path", "")
-    return Path(name) if name and Path(name).is_dir() else None
+    return Path(name).absolute() if name and Path(name).is_dir() else None
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -21,11 +21,13 @@ from .sources import Source, open_files, open_state_dict, weight_files
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
 TRANSFORMERS_STEMS = ("model", "pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-# Everything a tokenizer or processor may need, and no code; the card, which says under which licence; and our recipe.
+# Everything a tokenizer or processor may need; the card, which says under which licence; and our recipe.
 SIDE_FILES = (
-    "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "README.md",
-    "retex_*.yaml",
+    "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "tokenizer*", "*vocab*",
+    "chat_template*", "README.md", "retex_*.yaml",
 )  # fmt: skip
+# What is never run, and so not even fetched.
+CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
 # The weights that are read, and not the same ones again in other formats (`consolidated.safetensors`, `onnx/`).
 WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*", f"{ADAPTER_STEM}*")
 
@@ -106,7 +108,8 @@ def fetch(repo_id: str, **kwargs: Any) -> Path:
     """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
     for suffix in (".safetensors", ".bin"):
         patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
-        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, **kwargs))
+        ignored = [f"*{ending}" for ending in CODE]
+        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **kwargs))
         if any(folder.glob(f"*{suffix}")):
             break
     return folder

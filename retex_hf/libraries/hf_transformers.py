@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,6 +39,8 @@ WEIGHTS_STEM, SHARDED = "model", True
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
 # For the few such classes that do not nest their backbone under `base_model_prefix`.
 HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
+# Names under which configurations say how many labels there are, besides listing them.
+LABEL_COUNTS = {"num_labels", "num_classes"}
 # Constants that earlier versions of transformers saved and that models compute today.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
@@ -48,15 +51,20 @@ def owns(model: nn.Module) -> bool:
 
 def architecture(folder: Path) -> str:
     """The class name that a folder's `config.json` asks for."""
-    names = _read_config(folder).get("architectures")
+    return _architecture(_read_config(folder))
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "AutoModel"
 
 
 def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
     """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
     check_options(kwargs)
-    check_transformers_folder(folder, _read_config(folder))
-    name = architecture(folder)
+    config = _read_config(folder)
+    check_transformers_folder(folder, config)
+    name = _architecture(config)
     cls = _model_class(name, folder / "config.json")
     # Said in so many words: left open, transformers would ask the person at the keyboard whether to run foreign code.
     options = {**kwargs, "trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -79,11 +87,11 @@ def plan(folder: Path, source: Source) -> PreTrainedModel:
 
     Nothing is taken from them, and nothing is made that they could not fill.
     """
-    path, name = folder / "config.json", architecture(folder)
+    path, values = folder / "config.json", _read_config(folder)
+    name = _architecture(values)
     cls = _model_class(name, path)
-    values = _read_config(folder)
     check_transformers_folder(folder, values)
-    check_counts(path, values, source)
+    check_counts(path, values if cls is AutoModel else _understood(cls.config_class, values), source)
     config = (load_config if cls is AutoModel else partial(_own_config, cls))(folder)
     contexts = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
     try:
@@ -103,6 +111,13 @@ def plan(folder: Path, source: Source) -> PreTrainedModel:
         )
     check_weights(path, model, source, {key: info for key, (info, _) in aligned.items()})
     return model.eval()
+
+
+def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that its class reads. People note other things there (`num_train_samples`), which
+    transformers keeps."""
+    known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys() | LABEL_COUNTS
+    return {key: value for key, value in values.items() if key in known or isinstance(value, (dict, list))}
 
 
 def _own_config(cls: type, folder: Path) -> PreTrainedConfig:

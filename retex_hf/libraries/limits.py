@@ -45,7 +45,7 @@ def check_counts(path: Path, values: Any, source: Source, keys: re.Pattern[str] 
         elif isinstance(value, (list, tuple)):
             for entry in value:
                 walk(entry, key)
-        elif isinstance(value, (int, float)) and keys.search(key) and value > limit:
+        elif isinstance(value, int) and keys.search(key) and value > limit:  # nothing can be counted by a float
             raise CheckpointError(f"{path}: {key!r} is {brief(value)}; the weights leave room for {limit} at most.")
 
     walk(values, "")

@@ -127,6 +127,28 @@ def test_forks_while_other_threads_call():
 
 
 @needs_fork
+def test_a_fork_after_torch_has_shared_its_work_among_threads():
+    """The child has none of them, and must not wait for them."""
+    model, batch = subjects.make_model(), inputs()
+    large, before = torch.ones(1000, 1000), torch.get_num_threads()
+
+    def alone() -> tuple[list[str], float, int]:
+        with torch.no_grad():
+            found = [fingerprint(model(**batch)), fingerprint(model(**batch, task=ROWS))]
+            return found, torch.softmax(large, 1).sum().item(), torch.get_num_threads()
+
+    torch.set_num_threads(1)
+    try:
+        expected = alone()
+        torch.set_num_threads(2)
+        torch.softmax(large, 1)
+        assert in_fork(alone) == expected
+        assert torch.get_num_threads() == 2  # the child's one thread is the child's
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_fork
 def test_workers_of_a_data_loader_identify_rows():
     model, batch = subjects.make_model(), inputs()
     expected = [model.identify(**{name: value[[row]] for name, value in batch.items()}).tasks[0] for row in range(6)]
