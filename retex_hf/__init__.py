@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import RetexConfig
-    from .errors import ArtifactError, CheckpointError, ConfigError, HubError, InputError, RetexError, TaskError
+    from .errors import (
+        ArtifactError,
+        CheckpointError,
+        ConfigError,
+        HubError,
+        InputError,
+        RetexError,
+        TaskError,
+        WriteError,
+    )
     from .merging import merge_methods, register_merge
     from .model import RetexModel
     from .recovery import TrainingConfig
@@ -29,6 +38,7 @@ __all__ = [
     "TaskError",
     "TrainingConfig",
     "Verification",
+    "WriteError",
     "merge_methods",
     "register_merge",
     "verify",

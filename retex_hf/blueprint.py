@@ -180,11 +180,12 @@ def _load_skeleton(
     elif source.folder is not None:
         library = openclip if is_open_clip(source.folder) else hf_transformers
         # Whether all weights are there is checked below, with all the others.
-        if kind not in (None, architecture_of(source, base)):
-            config = hf_transformers.load_config(source.folder)
-            model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
-        else:
-            model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
+        with library.limited(source.folder, source):
+            if kind not in (None, architecture_of(source, base)):
+                config = hf_transformers.load_config(source.folder)
+                model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
+            else:
+                model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
     else:
         raise CheckpointError(
             "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."

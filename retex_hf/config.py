@@ -105,6 +105,8 @@ class RetexConfig:
         >>> config = RetexConfig(rank=64, merge={"method": "task_arithmetic", "scale": 0.3}, exclude=["*embeddings*"])
         >>> config.rank
         64
+        >>> RetexConfig(routing={"method": "hard", "far": "merged"}).routing["far"]
+        'merged'
     """
 
     rank: int | str = 256
@@ -141,6 +143,7 @@ class RetexConfig:
             if not is_allowed(getattr(self, name)):
                 raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {brief(getattr(self, name))}.")
         self.exclude, self.tasks = list(self.exclude), list(self.tasks)
+        self.routing = dict(self.routing) if isinstance(self.routing, dict) else self.routing
         self.heads = self.heads if self.heads == "auto" else list(self.heads)
         self._check_combinations()
 

@@ -286,7 +286,10 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_if_left(place: Path) -> None:
-    facts = place.lstat()
+    try:
+        facts = place.lstat()
+    except FileNotFoundError:  # it was in use a moment ago, and is done
+        return
     if not place.is_dir() or place.is_symlink() or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
         return
     lock = FileLock(place / LOCK_NAME)
@@ -301,7 +304,13 @@ def _held(place: Path, taken: str, seconds: float) -> Iterator[None]:
     """Hold the lock of a place, which is made if need be; `taken` is what a refusal says."""
     deadline = time.monotonic() + seconds
     while True:
-        place.mkdir(exist_ok=True)
+        try:
+            place.mkdir(exist_ok=True)
+        except PermissionError:  # of a folder that may well be writable itself
+            raise WriteError(
+                f"{place.parent} cannot be written: permission denied. (A folder is written beside the one that it "
+                "replaces.)"
+            ) from None
         lock = FileLock(place / LOCK_NAME)
         try:
             lock.acquire(timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.02)

@@ -40,9 +40,15 @@ from .recovery.storage import stored_parts
 from .routing import Signatures, WeightSignatures
 from .side_files import is_side_file
 
+# How often a folder is read before one that others keep replacing is given up.
+ATTEMPTS = 10
+
 
 def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **load_options: Any) -> RetexParts:
     """Read a folder. Everything is checked before a model is made of it.
+
+    Files are opened one after the other, by name. If the folder is replaced meanwhile (another process saves there), it
+    is read again, because its first files would be of one artifact and its last ones of another.
 
     Args:
         folder: The artifact.
@@ -50,10 +56,30 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
         check_finite: Look at every number.
         load_options: Go to the library of the merged model.
     """
-    parts, _, _ = read_parts(folder, verify=verify, check_finite=check_finite)
-    model = _load_model(folder, library_of(parts.model), load_options)
-    heads = {task: in_own_dtypes(model, head) for task, head in parts.heads.items()}
-    return dataclasses.replace(parts, model=model, heads=heads)
+    for _ in range(ATTEMPTS):
+        before = _generation(folder)
+        try:
+            parts, _, _ = read_parts(folder, verify=verify, check_finite=check_finite)
+            model = _load_model(folder, library_of(parts.model), load_options)
+        except ArtifactError:
+            if _generation(folder) == before:
+                raise
+            continue
+        if _generation(folder) == before:
+            heads = {task: in_own_dtypes(model, head) for task, head in parts.heads.items()}
+            return dataclasses.replace(parts, model=model, heads=heads)
+    raise ArtifactError(
+        f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer saved."
+    )
+
+
+def _generation(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from the one that takes its place: every save writes a configuration of its own."""
+    try:
+        found = (folder / CONFIG_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def read_parts(
@@ -180,7 +206,9 @@ def _check_tensors(
     for name, shape in expected.items():
         info = source.infos[name]
         if info.shape != tuple(shape):
-            raise ArtifactError(f"{where}: tensor {name!r} has shape {info.shape}, expected {tuple(shape)}.")
+            raise ArtifactError(
+                f"{where}: tensor {name!r} has shape {info.shape}, but {CONFIG_NAME} asks for {tuple(shape)}."
+            )
         if dtypes is None and not info.dtype.is_floating_point:
             raise ArtifactError(f"{where}: tensor {name!r} has dtype {info.dtype}, expected floating point.")
         if dtypes is not None and info.dtype != dtypes[name]:

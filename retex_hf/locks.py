@@ -1,8 +1,8 @@
 """Locks and threads, and what becomes of them when a process forks.
 
 A child has the thread that forked and no other. A lock that another thread held at that moment would stay locked in the
-child for ever, and what that thread was making would never be finished: both are made anew there. So would torch wait
-for ever for the threads among which it shares its work (OpenMP's, which do not come along): it works without them there.
+child for ever, and what that thread was making would never be finished: both are made anew there. Likewise torch would
+wait for ever for the threads among which it shares its work (OpenMP's): in a child it works without them.
 """
 
 from __future__ import annotations

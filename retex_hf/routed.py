@@ -61,13 +61,14 @@ class RoutedModel(nn.Module):
 
     Threads can share a model. Calls run side by side, and none waits for another's pass through the model; those that
     need the same expert at the same moment wait until one of them has made it. A call goes by the model as it was when
-    the call began, whatever `set_adapter`, `add_task`, `delete_task` and `fit_signatures` do meanwhile. Of two such
-    changes at the same time, the one that ends last is refused. Whatever a call raises, the model is as before. What
-    torch does to a module in place is not for use beside calls: `train`, `eval`, `to`, `load_state_dict`.
+    the call began, whatever `set_adapter`, `routing`, `add_task`, `delete_task` and `fit_signatures` do meanwhile.
+    Each of the last three is refused at its end, if tasks, signatures or routing have become others since it began.
+    Whatever a call raises, the model is as before. What torch does to a module in place is not for use beside calls:
+    `train`, `eval`, `to`, `load_state_dict`.
 
     Processes can share it too: a child that is forked goes on with the model as it was, whatever other threads were
-    doing, and computes with one thread (`torch.set_num_threads`; torch cannot take more along). A pickled model (`spawn`)
-    is the same model with an empty expert cache.
+    doing, and computes with one thread (torch can take no others along). A pickled model (`spawn`) is the same model
+    with an empty expert cache.
     """
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
@@ -235,6 +236,7 @@ class RoutedModel(nn.Module):
         record = None
         if task is None:
             routing, record = self._identify(kwargs)
+            self._require_something_to_learn(routing, kwargs)
             assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
         else:
             assignment = parse_task(task, self.tasks, rows)
@@ -246,6 +248,16 @@ class RoutedModel(nn.Module):
         widen = not isinstance(task, str)
         output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)
         return attach_routing(output, routing)
+
+    def _require_something_to_learn(self, routing: Routing, kwargs: Mapping[str, Any]) -> None:
+        """The merged model is not trained: the loss of rows that all run on it has no gradient, and torch does not say
+        why."""
+        learns = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
+        if learns and routing.abstained is not None and not routing.weights.any():
+            raise InputError(
+                "All rows of this batch are far from every task and run on the merged model, which is not trained: "
+                'name the task with task=, or set model.routing = "hard" for training.'
+            )
 
     def _require_shared_text_tower(self, method: str) -> None:
         own = [name for name in self.recovery if library_of(self.model).is_text_parameter(name)]

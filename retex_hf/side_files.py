@@ -11,7 +11,7 @@ from typing import Any
 
 from .checkpoints import Source
 from .checkpoints.locate import CODE
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError, first_line, shorten
 from .reading import check_links, read_json
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ def is_side_file(name: str) -> bool:
 def copy_side_files(source: Path, folder: Path) -> None:
     """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code."""
     if not source.is_dir():
-        logger.warning("%s is gone, and so is the tokenizer or processor that may have been there: save it again.", source)
+        logger.warning(
+            "%s is gone, and so is the tokenizer or processor that may have been there: save it again.", source
+        )
         return
     files = list(side_files(source))
     check_links(files, source, CheckpointError)
@@ -88,7 +90,10 @@ def tokenizer_difference(folder: Path, other: Path) -> str | None:
                 return None
             if ours.name != "tokenizer.json":
                 return f"{ours.name} differs"
-            return _difference(_token_ids(ours), _token_ids(theirs))
+            try:
+                return _difference(_token_ids(ours), _token_ids(theirs))
+            except CheckpointError as error:  # of what is only said, no build may fail
+                return f"their tokens cannot be compared ({first_line(error).rstrip('.')})"
     return None
 
 
@@ -104,10 +109,13 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
 def _token_ids(path: Path) -> dict[str, int]:
     """Token and number of all tokens of a `tokenizer.json`."""
     values = read_json(path, CheckpointError)
-    vocabulary: Any = values.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of their numbers
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    return {**vocabulary, **{entry["content"]: entry["id"] for entry in values.get("added_tokens", [])}}
+    try:
+        vocabulary: Any = values.get("model", {}).get("vocab", {})
+        if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of their numbers
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        return {**vocabulary, **{entry["content"]: entry["id"] for entry in values.get("added_tokens", [])}}
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is no file of a tokenizer.") from None
 
 
 def _folder_of(source: Source) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from safetensors import SafetensorError
 
 from .errors import WriteError, first_line
 
+# How file systems of other machines (SMB, FUSE) say that they sync by themselves, or that folders cannot be synced.
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 # What `torch.save` says when a file cannot be written to its end.
 TORCH_SAVE_FAILS = ("inline_container", "iostream error", "PytorchStreamWriter")
 
@@ -46,6 +49,9 @@ def sync_one(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
     finally:
         os.close(handle)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -37,6 +38,14 @@ OWNER, TEMPLATE = "me", "template"
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CARD = ("README.md", "figures")
+# Halves of downloads and of its notes, and the empty files with which the Hub's client tries what modes files get, and
+# whether there can be links.
+LEFT_BY_THE_CLIENT = re.compile(
+    r"cache/models--[^/]+/(blobs/([^/]+\.incomplete|tmp_[0-9a-f-]{36})|(refs|trees)/[^/]+\.tmp"
+    r"|tmp[a-z0-9_]{8}(/dummy_file_(src|dst))?)"
+)
+# Seconds after which a child is killed because it hangs; a trial (two children, three looks) takes a few of them.
+LONGEST = 120
 
 
 @dataclass(frozen=True)
@@ -236,6 +245,7 @@ def fork(job: Job, place: Place, at_change: int | None = None) -> int:
     if child:
         return child
     code = 1
+    signal.alarm(LONGEST)  # a fork has no alarm of its own
     try:
         log = os.open(place.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -275,7 +285,10 @@ def wait(child: int, seconds: float | None = None) -> int:
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGALRM:
+        raise RuntimeError(f"the job hangs: it has not ended after {LONGEST} seconds")
+    return code
 
 
 # ---- trials ----------------------------------------------------------------------------------------------------------
@@ -308,9 +321,9 @@ def _must_end(job: Job, place: Place) -> None:
 
 
 def _listing(place: Place) -> set[str]:
-    """All there is in a place, but for the cache of downloads, which is for huggingface_hub to keep tidy."""
-    names = {file.relative_to(place.folder) for file in place.folder.rglob("*")}
-    return {name.as_posix() for name in names if name.parts[0] != "cache"}
+    """All there is in a place, but for what a killed huggingface_hub leaves in its own cache."""
+    names = {file.relative_to(place.folder).as_posix() for file in place.folder.rglob("*")}
+    return {name for name in names if not LEFT_BY_THE_CLIENT.fullmatch(name)}
 
 
 def trial(job: Job, place: Place, course: Course, *, seconds: float | None, at_change: int | None) -> str:
@@ -366,6 +379,7 @@ def run(work: Path, hub: Path, plan: dict[str, int | None], seed: int) -> None:
         for number, moment in enumerate(moments(course, kills, draw)):
             place = begin(job, work / f"trial-{number}", shared, hub)
             result: dict[str, str | None] = {"job": name, "problem": None}
+            signal.alarm(4 * LONGEST)  # whatever hangs here, even below Python, ends the process, which `kills` reports
             try:
                 result["outcome"] = trial(job, place, course, **moment)
             except Exception as error:
@@ -374,6 +388,7 @@ def run(work: Path, hub: Path, plan: dict[str, int | None], seed: int) -> None:
             finally:
                 end(place)
             print(json.dumps(result), flush=True)
+    signal.alarm(0)
 
 
 if __name__ == "__main__":

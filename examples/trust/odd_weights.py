@@ -260,6 +260,7 @@ def gradients(subject: Subject) -> None:
         model = subject.build(experts)
         model.recovery.requires_grad_(True)
         model.train()
+        model.execution = "auto"  # one pass is refused in training
         rows = subject.texts("red", 3)
         labels = torch.zeros(3, dtype=torch.long) if subject.family == "bert" else torch.ones(3, 2, dtype=torch.long)
         loss = model(**rows, labels=labels, task="red").loss

@@ -1,6 +1,7 @@
 """Eight threads on one model. Each draws calls at random (forward, generate, identify, predict, recover, save, copy,
-calls that fail) and now and then a change (pin a task, add or delete one, sign anew, run otherwise). Every result must
-be, bit by bit, what the same call gives alone on the model as it was at some moment between the call's begin and end.
+calls that fail) and now and then a change (pin a task, add or delete one, sign anew, route or run otherwise). Every
+result must be, bit by bit, what the same call gives alone on the model as it was at some moment between the call's
+begin and end.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ CHANGES = {"short": 0.12, "long": 0.02}  # the share of turns that change the mo
 HEAVY = {"save": 0.1, "copy": 0.2}  # calls that are drawn more rarely
 PATIENCE = 120.0  # seconds that a thread may take to end
 EXTRA = "extra"
+# So that of the rows that threads share some are far from every task, and some are not.
+SOME_FAR = {"method": "hard", "far": "merged", "quantile": 0.5, "slack": 1.19}
 SAY = {"max_new_tokens": 4, "suppress_tokens": [0, 2], "pad_token_id": 0}
 
 Call = Callable[[RetexModel], Any]
@@ -280,6 +283,7 @@ class History:
         changes: dict[str, Callable[[], Any]] = {
             "set_adapter": partial(model.set_adapter, draw.choice([None, None, *TASKS])),
             "execution": partial(setattr, model, "execution", draw.choice(["auto", "grouped", "mixed"])),
+            "routing": partial(setattr, model, "routing", draw.choice([self.states[0].routing, "soft"])),
             "fit_signatures": lambda: model.fit_signatures(
                 self.case.references(model.tasks, draw.choice([0, 50])), progress=False
             ),
@@ -428,6 +432,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decoder, no cache": {"family": "gpt2", "expert_cache": 0},
     "batch normalisation": {"family": "resnet"},
     "shared trunk": {"family": "bert", "options": {"shared_trunk": True}},
+    "far rows": {"family": "bert", "options": {"routing": SOME_FAR}},
     "signatures of weights": {"family": "bert", "options": {"signatures": "weights"}},
     "features of the base": {"family": "bert", "options": {"feature_source": "pretrained"}},
 }

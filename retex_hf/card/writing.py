@@ -16,6 +16,7 @@ from ..config import CONFIG_NAME
 from ..errors import ArtifactError
 from ..libraries import library_of
 from ..parts import RetexParts
+from ..reading import check_links
 from . import sections
 from .text import context
 from .usage import GENERATOR, use_of
@@ -66,10 +67,10 @@ def write_card(
     results = measured(parts)
     _draw_figures(parts, results, folder, previous, figures)
     old = _previous_card(parts, previous)
-    text = old.read_text(encoding="utf-8-sig") if old is not None else None
+    text = _text_of(old) if old is not None else None
     from_here = None
     if own is not None:
-        ours = own.read_text(encoding="utf-8-sig")
+        ours = _text_of(own)
         text, both = sections.choose(ours, text, str(own))
         from_here = text == ours
         if both:
@@ -83,6 +84,15 @@ def write_card(
     # Where the base's card is not at hand any more, what it said still holds.
     text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
     (folder / CARD_NAME).write_text(text, encoding="utf-8")
+
+
+def _text_of(card: Path) -> str:
+    """A card that others may have written. It is published, so it is no link to a file of this machine."""
+    check_links([card], card.parent, ArtifactError)
+    try:
+        return card.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{card} is not text in UTF-8.") from None
 
 
 def _filled(data: ModelCardData, **values: Any) -> ModelCard:
@@ -152,7 +162,11 @@ def _licence(parts: RetexParts) -> dict[str, Any]:
     if folder.resolve().name not in (base.get("id"), base.get("revision")):
         return {}  # an expert's, or an artifact's, whose card is brought up to date anyway
     path = folder / CARD_NAME
-    values, *_ = sections.split(path.read_text(encoding="utf-8-sig"), str(path))
+    try:
+        values, *_ = sections.split(_text_of(path), str(path))
+    except ArtifactError as error:  # a card of somebody else, for want of which no work may be lost
+        logger.warning("The licence of the base is not known, name it on the card yourself: %s", error)
+        return {}
     return {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str | list)}
 
 
@@ -214,5 +228,6 @@ def _draw_figures(
 
                 drawing.draw(name, parts.errors, results, folder / path)
         elif is_artifact and (source / path).is_file() and not _is_there(path, folder, previous):
+            check_links([source / path], source, ArtifactError)
             (folder / FIGURES_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(source / path, folder / path)

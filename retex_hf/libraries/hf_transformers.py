@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,8 @@ WEIGHTS_STEM, SHARDED = "model", True
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
 # For the few such classes that do not nest their backbone under `base_model_prefix`.
 HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
-# Names under which configurations say how many labels there are, besides listing them.
-LABEL_COUNTS = {"num_labels", "num_classes"}
+# Counts that configurations read though they are no fields of theirs.
+OTHER_COUNTS = {"num_labels", "num_classes", "num_experts", "first_k_dense_replace"}
 # Constants that earlier versions of transformers saved and that models compute today.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
@@ -91,7 +91,7 @@ def plan(folder: Path, source: Source) -> PreTrainedModel:
     name = _architecture(values)
     cls = _model_class(name, path)
     check_transformers_folder(folder, values)
-    check_counts(path, values if cls is AutoModel else _understood(cls.config_class, values), source)
+    _check_counts(path, cls, values, source)
     config = (load_config if cls is AutoModel else partial(_own_config, cls))(folder)
     contexts = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
     try:
@@ -113,10 +113,25 @@ def plan(folder: Path, source: Source) -> PreTrainedModel:
     return model.eval()
 
 
+@contextmanager
+def limited(folder: Path, source: Source) -> Iterator[None]:
+    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    path, values = folder / "config.json", _read_config(folder)
+    _check_counts(path, _model_class(_architecture(values), path), values, source)
+    with limited_pieces(path, source):
+        yield
+
+
+def _check_counts(path: Path, cls: type, values: dict[str, Any], source: Source) -> None:
+    check_counts(path, values if cls is AutoModel else _understood(cls.config_class, values), source)
+
+
 def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that its class reads. People note other things there (`num_train_samples`), which
     transformers keeps."""
-    known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys() | LABEL_COUNTS
+    known = (
+        {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys() | OTHER_COUNTS
+    )
     return {key: value for key, value in values.items() if key in known or isinstance(value, (dict, list))}
 
 

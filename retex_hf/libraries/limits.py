@@ -24,7 +24,11 @@ from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, brief, shorten
 
 # Keys of configurations that count layers, heads, labels and the like; each of them takes time and memory of its own.
-COUNT = re.compile(r"(^|_)(num|n|layers?|depths?|blocks?|labels?|heads?|experts?|stages?)(_|$)")
+# The last names are those of single families: GPT-Neo's list of repeated layers, the dense layers before the others.
+COUNT = re.compile(
+    r"(^|_)(num|n|layers?|depths?|blocks?|labels?|heads?|experts?|stages?)(_|$)"
+    r"|^(attention_types|first_k_dense_replace|out_indices)$"
+)
 # No count of a real model comes near, and this many of anything small are made in a moment.
 HARMLESS_COUNT = 100_000
 # Modules and parameters that a model has for every tensor in its files; tied, fused and weightless ones count too.

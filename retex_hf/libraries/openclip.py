@@ -72,11 +72,19 @@ def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
     return open_clip.create_model(f"local-dir:{folder}", **text_tower(config, folder / CONFIG_FILE), **options).eval()
 
 
-def plan(folder: Path, source: Source) -> nn.Module:
-    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration."""
+@contextmanager
+def limited(folder: Path, source: Source) -> Iterator[None]:
+    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
     path = folder / CONFIG_FILE
     check_counts(path, read_config(folder), source, keys=ANY_KEY)
     with limited_pieces(path, source):
+        yield
+
+
+def plan(folder: Path, source: Source) -> nn.Module:
+    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration."""
+    path = folder / CONFIG_FILE
+    with limited(folder, source):
         model = load_on_meta(folder)
     unexpected = sorted(source.infos.keys() - model.state_dict().keys())
     if unexpected:

@@ -7,6 +7,7 @@ drawn.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -300,8 +301,10 @@ class _Checkpoint:
         self.folder = None if training.checkpoint_dir is None else Path(training.checkpoint_dir)
         self.accelerator, self.schedule = accelerator, schedule
         settings = {k: v for k, v in asdict(training).items() if not k.startswith(("checkpoint_", "log_"))}
+        # Experts of the same names and shapes may be others, trained again.
+        experts = {} if self.folder is None else {task: _digest(targets, task) for task in targets.experts.tasks}
         shapes = {name: list(targets.merged[name].shape) for name in targets.names}
-        values = {"training": settings, "config": config.to_dict(), "tasks": targets.experts.tasks, "shapes": shapes}
+        values = {"training": settings, "config": config.to_dict(), "shapes": shapes, "experts": experts}
         self.identity = json.loads(json.dumps(values))
 
     def save(self, step: int, history: History) -> None:
@@ -369,6 +372,14 @@ def clear_state(training: TrainingConfig) -> None:
     if training.checkpoint_dir is not None:
         for name in STATES:
             shutil.rmtree(Path(training.checkpoint_dir) / name, ignore_errors=True)
+
+
+def _digest(targets: Targets, task: str) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in targets.names:
+        tensor = targets.experts.read_expert(task, name)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _first_change(theirs: Any, ours: Any) -> str:

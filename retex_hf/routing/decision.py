@@ -26,6 +26,13 @@ class Routing:
 
     `abstained` (rows,) is there where `RetexConfig.routing` says what becomes of far rows, and true for those: their
     task is only the nearest. `weights` then say what was used: of a row that ran on the merged model, all are zero.
+
+    >>> import torch
+    >>> from retex_hf.routing import decide
+    >>> residuals, thresholds = torch.tensor([[1.0, 4.0], [7.0, 9.0]]), torch.tensor([2.0, 2.0])
+    >>> routing = decide(residuals, ["a", "b"], {"method": "hard", "far": "merged"}, 1.0, thresholds)
+    >>> routing.tasks, routing.abstained.tolist(), routing.weights.tolist()
+    (['a', 'a'], [False, True], [[1.0, 0.0], [0.0, 0.0]])
     """
 
     task_ids: Tensor

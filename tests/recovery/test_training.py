@@ -154,6 +154,16 @@ def test_resuming_with_another_configuration_is_refused(base, experts, tmp_path,
         fit(base, experts, RetexConfig(rank=5), **options)
 
 
+def test_resuming_with_other_experts_is_refused(base, experts, tmp_path, monkeypatch):
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 6}
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupt(patched, at=15)
+        fit(base, experts, **options)
+    other, task = list(experts)[:2]
+    with pytest.raises(RetexError, match=rf"another configuration \({task}: '\w+' there, '\w+' here in experts\)"):
+        fit(base, {**experts, task: experts[other]}, **options)
+
+
 def test_starting_from_the_closed_form_stays_at_its_loss(base, experts):
     exact = RetexModel.from_experts(base, experts, RetexConfig(rank=4), progress=False)
     tuned = fit(base, experts, initialise="closed_form", learning_rate=1e-6)

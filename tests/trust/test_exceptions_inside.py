@@ -98,10 +98,10 @@ def stopping_at(wanted: tuple[str, int] | None, seen: dict[tuple[str, int], None
     ("execution", "options"),
     [
         ("grouped", {"shared_trunk": True}),
-        ("mixed", {}),
+        ("mixed", {"routing": threads.SOME_FAR}),
         ("grouped", {"signatures": "weights"}),
     ],
-    ids=["grouped, shared trunk", "mixed", "by weights"],
+    ids=["grouped, shared trunk", "mixed, far rows", "by weights"],
 )
 def test_stopped_at_any_line(execution, options):
     watched = Watched(threads.make_case("bert", work_dir=Path(), options=options).model, execution)

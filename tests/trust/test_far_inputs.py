@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
+from helpers import perturb
 from transformers import pipeline
 from trust.subjects import TASKS, batch, make_artifact, make_model, make_tokenizer, texts
 
@@ -139,6 +141,13 @@ def test_routing_is_changed_on_the_model_and_saved_with_it(tmp_path):
     assert RetexModel.from_pretrained(tmp_path).routing == FAR
 
 
+def test_options_that_were_given_are_not_shared_with_the_model():
+    model, given = make_model(), dict(FAR)
+    model.routing = given
+    given["far"] = "nowhere"
+    assert model.routing == FAR == RetexConfig(routing=model.routing).routing
+
+
 def test_answers_say_what_is_far(model):
     rows = batch(make_tokenizer(), [*near_texts(), STRAY])
     output = model(**rows)
@@ -211,3 +220,110 @@ def test_generated_rows_are_those_of_each_row_alone():
         assert torch.equal(found[[0, 4]], merged[[0, 4], : found.shape[1]])
         named = model.generate(**{k: v[1:4] for k, v in rows.items()}, task=list(TASKS), **options)
         assert torch.equal(found[1:4, : named.shape[1]], named)
+
+
+@pytest.mark.parametrize("execution", ["grouped", "mixed"])
+@torch.no_grad()
+def test_beams_of_a_far_row_are_those_of_the_merged_model(execution):
+    model = make_model("t5", routing=FAR)
+    model.execution = execution
+    rows = batch(make_tokenizer(), [near_texts()[0], STRAY])
+    options = {
+        "max_new_tokens": 4,
+        "suppress_tokens": [0, 2],
+        "pad_token_id": 0,
+        "num_beams": 2,
+        "num_return_sequences": 2,
+    }
+    found = model.generate(**rows, **options)
+    assert found.routing.abstained.tolist() == [False, True]
+    with model.disable_adapter():
+        merged = model.generate(**rows, **options)
+    named = model.generate(**rows, task="red", **options)
+    assert torch.equal(found[2:], merged[2:, : found.shape[1]])
+    assert torch.equal(found[0], named[0, : found.shape[1]])
+    assert not torch.equal(named[[0, 2]], merged[[0, 2]])
+
+
+@pytest.mark.parametrize("execution", ["grouped", "mixed"])
+@torch.no_grad()
+def test_images_that_are_far_have_the_features_of_the_merged_model(execution):
+    torch.manual_seed(0)
+    base = FAMILIES["clip"].make().eval()
+    experts = {}
+    for seed, task in enumerate(TASKS):
+        experts[task] = perturb(base, seed)
+        texts_of_base = {name: value for name, value in base.state_dict().items() if "vision" not in name}
+        experts[task].load_state_dict(texts_of_base, strict=False)
+    model = RetexModel.from_experts(
+        base, experts, RetexConfig(rank=2, feature_layer=0, routing=FAR), execution=execution, progress=False
+    )
+    size = base.config.vision_config.image_size
+    colours = 4 * torch.eye(3).view(3, 1, 3, 1, 1)
+    images = torch.randn(3, 24, 3, size, size) + colours
+    model.fit_signatures(
+        {task: [{"pixel_values": own}] for task, own in zip(TASKS, images, strict=True)}, progress=False
+    )
+    rows = torch.cat([images[:, 0], torch.full((1, 3, size, size), -30.0)])
+
+    def features(**options) -> torch.Tensor:
+        return model.get_image_features(pixel_values=rows, **options)
+
+    found = features()
+    assert found.routing.tasks[:3] == list(TASKS)
+    assert found.routing.abstained.tolist() == [False, False, False, True]
+    with model.disable_adapter():
+        merged = features().pooler_output
+    named = features(task=[*TASKS, "red"]).pooler_output
+    torch.testing.assert_close(found.pooler_output[3], merged[3])
+    torch.testing.assert_close(found.pooler_output[:3], named[:3])
+    assert not torch.allclose(named, merged, atol=1e-3)
+
+
+def test_far_rows_teach_nothing_and_a_batch_of_them_is_refused():
+    model = make_model(routing=FAR)
+    model.recovery.requires_grad_(True)
+    model.train()
+    for module in model.get_base_model().modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    rows = batch(make_tokenizer(), [near_texts()[0], STRAY])
+    far = {name: value[1:] for name, value in rows.items()}
+    answer = torch.zeros(1, dtype=torch.long)
+
+    def gradient(inputs, **options) -> torch.Tensor:
+        model.zero_grad()
+        model(**inputs, **options).loss.backward()
+        return model.recovery.task_embedding.grad
+
+    near = gradient(rows, labels=torch.tensor([0, -100]), task="red")
+    # The mean loss is of two rows now, and the far one has no part in the gradient.
+    torch.testing.assert_close(gradient(rows, labels=torch.tensor([0, 0])) * 2, near, rtol=1e-4, atol=1e-6)
+    with pytest.raises(InputError, match="All rows of this batch are far"):
+        model(**far, labels=answer)
+    assert gradient(far, labels=answer, task="red").abs().sum() > 0
+    model.routing = {"method": "hard", "far": "soft"}
+    assert gradient(far, labels=answer).abs().sum() > 0
+    model.eval()
+    model.routing = FAR
+    assert model(**far, labels=answer).loss.isfinite()
+
+
+@pytest.mark.parametrize("execution", ["grouped", "mixed"])
+def test_gradients_of_inputs_that_are_far_are_those_of_the_merged_model(execution):
+    model = make_model(routing=FAR)
+    model.execution = execution
+    rows = batch(make_tokenizer(), [near_texts()[0], STRAY])
+    embedded = model.get_base_model().bert.embeddings.word_embeddings(rows.pop("input_ids")).detach()
+
+    def gradient(**options) -> torch.Tensor:
+        given = embedded.clone().requires_grad_()
+        logits = model(inputs_embeds=given, **rows, **options).logits
+        return torch.autograd.grad(logits[:, :2].sum(), given)[0]
+
+    found, named = gradient(), gradient(task=["red", "red"])
+    tasks = model(inputs_embeds=embedded, **rows).routing.tasks
+    with model.disable_adapter():
+        merged = gradient(task=tasks)
+    torch.testing.assert_close(found, torch.stack([named[0], merged[1]]), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found[1], named[1], atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,8 +13,7 @@ import pytest
 from small_disks import small_disk
 from trust.subjects import make_artifact
 
-from retex_hf import ArtifactError, RetexModel, folders, writing
-from retex_hf.errors import WriteError
+from retex_hf import ArtifactError, RetexModel, WriteError, folders, writing
 from retex_hf.folders import exchange, keep_files, replacing, saving_place, scratch_folder, workshop, workshop_of
 from retex_hf.writing import whole_file
 
@@ -130,6 +130,33 @@ def test_all_is_on_the_disk_before_it_takes_its_place(target, monkeypatch):
     expected = {path.stat().st_ino for path in (target, *target.rglob("*"))}
     assert expected <= when["before"]
     assert target.parent.stat().st_ino in synced - when["before"]
+
+
+@pytest.mark.parametrize(("code", "saved"), [(errno.EINVAL, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_disk_that_does_not_sync_is_used_and_one_that_fails_is_not(target, monkeypatch, code, saved):
+    def fsync(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if saved:
+        rewrite(target, "new")
+    else:
+        with pytest.raises(WriteError, match="Input/output error"):
+            rewrite(target, "new")
+    assert content(target)["own"] == ("new" if saved else "old")
+
+
+def test_a_folder_beside_which_nothing_may_be_written_names_the_one_above(target, monkeypatch):
+    def mkdir(path: Path, *arguments, **options) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    make = Path.mkdir
+    monkeypatch.setattr(
+        Path, "mkdir", lambda path, *a, **k: (mkdir if path == saving_place(target) else make)(path, *a, **k)
+    )
+    with pytest.raises(WriteError, match=rf"^{target.parent} cannot be written: permission denied\."):
+        rewrite(target, "new")
+    assert content(target)["own"] == "old"
 
 
 def test_a_folder_that_is_a_mounted_disk_is_refused(tmp_path):
@@ -280,6 +307,13 @@ def test_temporary_folders_of_other_people_are_left_alone(tmp_path, monkeypatch)
     with scratch_folder("try-"):
         pass
     assert content(tmp_path / "try-theirs") == content(tmp_path / "elsewhere") == {"file": "1"}
+
+
+def test_a_temporary_folder_that_its_owner_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "try-gone"]))
+    with scratch_folder("try-") as place:
+        assert place.is_dir()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

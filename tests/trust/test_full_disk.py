@@ -10,7 +10,7 @@ import pytest
 import torch
 from hubs import WRITE, serving
 from small_disks import SmallDisk, small_disk
-from trust.killed import Place, answers, build, digest, prepare_folders, train
+from trust.killed import Place, answers, build, digest, prepare_folders, sign, train
 from trust.subjects import batch, make_tokenizer, texts
 
 from retex_hf import RetexError, RetexModel
@@ -52,13 +52,6 @@ def change(place: Place, edit: Callable[[RetexModel], None]) -> None:
 def add(model: RetexModel, place: Place) -> None:
     references = [batch(make_tokenizer(), texts("blue", 24))]
     model.add_task("blue", place.expert("blue"), references=references, check_base=False, progress=False)
-
-
-def sign(place: Place) -> None:
-    model = RetexModel.from_pretrained(place.target)
-    tokenizer = make_tokenizer()
-    model.fit_signatures({task: [batch(tokenizer, texts(task, 16, seed=7))] for task in model.tasks}, progress=False)
-    model.save_description(place.target)
 
 
 def previous(place: Place) -> RetexModel:

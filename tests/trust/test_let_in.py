@@ -428,6 +428,19 @@ def test_a_linked_folder_of_side_files_is_refused(place):
     refused(lambda: copy_side_files(place / "base", place / "new"), "secret.jinja is a link to")
 
 
+@pytest.mark.parametrize("name", ["README.md", "figures/losses.png"])
+def test_no_foreign_file_is_taken_for_a_card_or_a_figure(place, name):
+    """Cards and figures go along with what is saved, and with what is pushed."""
+    (place / "secret").write_text("secret", encoding="utf-8")
+    linked = place / "artifact" / name
+    linked.parent.mkdir(exist_ok=True)
+    linked.unlink(missing_ok=True)
+    linked.symlink_to(place / "secret")
+    model = RetexModel.from_pretrained(place / "artifact")
+    refused(lambda: model.save_pretrained(place / "new"), f"{name} is a link to")
+    assert not (place / "new").exists()
+
+
 def test_a_prompt_asks_for_columns_only(tmp_path):
     """A recipe of a stranger may hold a prompt: it reaches no attributes, and makes no giant texts."""
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "{b}"}\n', encoding="utf-8")

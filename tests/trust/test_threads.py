@@ -49,6 +49,54 @@ def test_the_trial_notices_a_call_that_sees_two_states(tmp_path):
     assert tally.outcomes["mismatch"] == 2
 
 
+CHANGES = {
+    "delete_task": lambda case: case.model.delete_task("red"),
+    "add_task": lambda case: threads.History(case)._add_task(EXTRA),
+    "fit_signatures": lambda case: case.model.fit_signatures(case.references(list(TASKS), 50), progress=False),
+    "set_adapter": lambda case: case.model.set_adapter("green"),
+    "routing": lambda case: setattr(case.model, "routing", "soft"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "change"),
+    [
+        *(("bert", "routed", change) for change in CHANGES),
+        *(("bert", name, "delete_task") for name in ("identify", "predict")),
+        *(("t5", "generate", change) for change in ("delete_task", "routing")),
+    ],
+)
+@torch.no_grad()
+def test_a_call_goes_by_the_model_as_it_was_when_it_began(family, name, change, tmp_path):
+    """The change is made in the midst of the call: while its rows are being identified."""
+    case, changes = threads.make_case(family, work_dir=tmp_path), []
+
+    def call() -> str:
+        found = case.calls[name](case.model)
+        return fingerprint([found, vars(found.routing) if hasattr(found, "routing") else None])
+
+    def hook(*_: Any) -> None:
+        if changes:
+            changes.pop()(case)
+
+    layer = "bert.encoder.layer.0" if family == "bert" else "encoder.block.0"
+    case.model.get_base_model().get_submodule(layer).register_forward_hook(hook)
+    case.model._cache.clear()
+    expected = call()
+    changes.append(CHANGES[change])
+    assert call() == expected
+    assert not changes
+
+
+@pytest.mark.parametrize("execution", ["grouped", "mixed"])
+@torch.no_grad()
+def test_of_the_rows_that_threads_share_some_are_far(execution, tmp_path):
+    case = threads.make_case(work_dir=tmp_path, **CASES["far rows"])
+    case.model.execution = execution
+    _, routing = case.calls["routed"](case.model)
+    assert sorted(set(routing["abstained"].tolist())) == [False, True]
+
+
 # ---- waiting ---------------------------------------------------------------------------------------------------------
 
 
