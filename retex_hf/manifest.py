@@ -29,8 +29,8 @@ PIECE = 1 << 20
 MOST_THREADS = 8
 SECONDS_WITHOUT_BAR = 2.0
 IF_MEANT = (
-    "It is damaged, or of another artifact; if the change is meant, load with verify=False and call "
-    "save_description(folder), which records it."
+    "It is damaged, or of another artifact; if the change is meant, record it with `retex verify FOLDER --record` (or "
+    "load with verify=False and call save_description(FOLDER))."
 )
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

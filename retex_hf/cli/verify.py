@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+from ..errors import ConfigError
+from ..model import RetexModel
 from ..verification import verify
 from .options import POSITIONAL, Options
 
@@ -17,17 +20,25 @@ class VerifyOptions(Options):
     Args:
         artifact: A folder or Hub id.
         finite: Also look at every number: none may be NaN or infinite.
+        record: Of a folder: first record its files as they are now, because they were changed on purpose.
         revision: Of a Hub id: a branch, tag or commit.
     """
 
     EXAMPLES = """
         retex verify my-retex
         retex verify org/my-retex --revision main --finite
+        retex verify my-retex --record
     """
 
     artifact: Annotated[str, POSITIONAL]
     finite: bool = False
+    record: bool = False
     revision: str | None = None
 
     def run(self) -> None:
+        if self.record:
+            folder = Path(self.artifact)
+            if not folder.is_dir():
+                raise ConfigError(f"--record needs a folder; {self.artifact} is none.")
+            RetexModel.from_pretrained(folder, verify=False).save_description(folder)
         print(verify(self.artifact, finite=self.finite, revision=self.revision))

@@ -273,3 +273,16 @@ def test_the_command_says_what_it_checked_or_what_is_wrong(folder, capsys):
     assert "retex_heads.safetensors is not the file that retex_config.json records: it has 0 bytes" in (
         capsys.readouterr().err
     )
+
+
+def test_a_change_that_is_meant_is_recorded_by_the_command(folder, capsys):
+    path = folder / "tokenizer_config.json"
+    meant = path.read_text() + "\n"
+    path.write_text(meant)
+    assert main(["verify", str(folder)]) == 2
+    assert "tokenizer_config.json is not the file" in capsys.readouterr().err
+    assert main(["verify", str(folder), "--record"]) == 0
+    assert main(["verify", str(folder)]) == 0
+    assert path.read_text() == meant
+    assert main(["verify", "org/model", "--record"]) == 2
+    assert "--record needs a folder" in capsys.readouterr().err
