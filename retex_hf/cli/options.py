@@ -153,5 +153,6 @@ class _AddPair(argparse.Action):
 
 def describe(cls: type, name: str) -> str:
     """What a class's documentation says of a field."""
-    found = re.search(rf"^ {{8}}{name}: (.+(?:\n {{12}}.+)*)", cls.__doc__, re.MULTILINE)
+    # Python 3.13 takes the indentation out of documentation by itself.
+    found = re.search(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", inspect.cleandoc(cls.__doc__), re.MULTILINE)
     return re.sub(r"\s+", " ", found[1]).replace("`", "")
