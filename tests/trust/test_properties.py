@@ -95,7 +95,7 @@ def test_any_value_of_a_field_is_refused_or_survives_json(name, value):
     name=st.text(max_size=12) | st.lists(st.sampled_from(["a", "..", ".", "", "b.c", "C:"]), max_size=4).map("/".join)
 )
 def test_a_name_that_is_inside_stays_inside(name):
-    root = Path("/root/of/artifact")
+    root = Path("artifact").absolute()
     if is_inside(name):
         assert Path(str(root / name)).resolve().is_relative_to(root) and (root / name) != root
 
