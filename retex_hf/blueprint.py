@@ -184,8 +184,10 @@ def _load_skeleton(
             if kind not in (None, architecture_of(source, base)):
                 config = hf_transformers.load_config(source.folder)
                 model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
+            elif on_meta:
+                model = library.load_on_meta(source.folder, source)
             else:
-                model = library.load_on_meta(source.folder) if on_meta else library.load(source.folder, strict=False)
+                model = library.load(source.folder, source, strict=False)
     else:
         raise CheckpointError(
             "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."

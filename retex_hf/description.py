@@ -139,12 +139,17 @@ class Entry:
         return cls(layout, **own)
 
 
+def is_count(value: Any) -> bool:
+    """Tell whether a value is a whole number that may be the size of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
+
+
 def _is_valid(layout: Layout) -> bool:
     inner = 1 if layout.inner_rank is None else layout.inner_rank
     sizes = (*layout.shape, layout.batch, layout.rows, layout.columns, layout.rank, inner)
     if layout.kind not in KINDS or layout.order not in ORDERS:
         return False
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < LARGEST_SIZE for size in sizes):
+    if not all(is_count(size) for size in sizes):
         return False
     if layout.kind == MATRIX:
         return prod(layout.shape) == prod(layout.stacked_shape) > 0 and layout.rank >= inner > 0

@@ -32,8 +32,8 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
         progress: Show a progress bar.
     """
     config, section = description.read_description(folder)
-    loading.check_files(folder, description.read_manifest(folder, section), verify=spectra)
-    recovery, errors = loading.read_recovery(folder, section, config)
+    files, _ = loading.open_artifact(folder, section, verify=spectra)
+    recovery, errors = loading.read_recovery(files, section, config)
     layers = {name: _layer(recovery, name, errors.get(name)) for name in recovery}
     if spectra:
         for name in tqdm(recovery, desc="Reading spectra", unit="layer", disable=not progress):
@@ -55,8 +55,8 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
         "signatures": signatures,
         "layers": layers,
         "storage_bytes": _storage(folder, section),
-        "recipe": loading.read_beside(folder / description.RECIPE_NAME, dict),
-        "evaluation": loading.read_beside(folder / description.EVALUATION_NAME, dict),
+        "recipe": loading.read_beside(files, description.RECIPE_NAME, dict),
+        "evaluation": loading.read_beside(files, description.EVALUATION_NAME, dict),
     }
 
 

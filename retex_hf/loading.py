@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from . import manifest
-from .checkpoints.sources import Source, open_files, weight_files
+from .artifact_files import ArtifactFiles
+from .checkpoints.sources import Source
 from .config import CONFIG_NAME, RetexConfig
 from .description import (
     EVALUATION_NAME,
@@ -27,6 +28,7 @@ from .description import (
     TRAINING_NAME,
     Entry,
     head_key,
+    is_count,
     read_description,
     read_manifest,
 )
@@ -34,11 +36,11 @@ from .errors import ArtifactError, CheckpointError, brief, shorten
 from .execution import in_own_dtypes
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
-from .reading import read_json, read_yaml
+from .reading import check_links, parse_json, parse_yaml, read_file
 from .recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
 from .recovery.storage import stored_parts
 from .routing import Signatures, WeightSignatures
-from .side_files import is_side_file
+from .side_files import is_side_file, side_files
 
 # How often a folder is read before one that others keep replacing is given up.
 ATTEMPTS = 10
@@ -52,17 +54,19 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
 
     Args:
         folder: The artifact.
-        verify: Compare the contents of all files that are read with what is recorded of them.
+        verify: Compare the contents of all files that are read with what is recorded of them. Files are read once, and
+            what was compared is what is used, whatever happens to the files afterwards. Without, weights are mapped.
         check_finite: Look at every number.
         load_options: Go to the library of the merged model.
     """
     for _ in range(ATTEMPTS):
         before = _generation(folder)
         try:
-            parts, _, _ = read_parts(folder, verify=verify, check_finite=check_finite)
-            model = _load_model(folder, library_of(parts.model), load_options)
-        except ArtifactError:
-            if _generation(folder) == before:
+            files, parts = _read_parts(folder, verify, check_finite, keep=True)
+            library = library_of(parts.model)
+            model = _load_model(folder, library, files, load_options)
+        except Exception:  # in a folder that is being replaced, any reader may trip over anything
+            if before is None or _generation(folder) == before:
                 raise
             continue
         if _generation(folder) == before:
@@ -74,7 +78,7 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
 
 
 def _generation(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from the one that takes its place: every save writes a configuration of its own."""
+    """Return what tells a folder from the one that takes its place: every save writes a configuration of its own."""
     try:
         found = (folder / CONFIG_NAME).stat()
     except OSError:
@@ -82,18 +86,21 @@ def _generation(folder: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def read_parts(
-    folder: Path, *, verify: bool = True, check_finite: bool = False
-) -> tuple[RetexParts, list[Source], dict[str, manifest.FileRecord]]:
-    """All of an artifact, checked, but with the merged model on the meta device; its weight files; its records."""
+def read_parts(folder: Path, *, verify: bool = True, check_finite: bool = False) -> tuple[RetexParts, ArtifactFiles]:
+    """Read all of an artifact, checked, but with the merged model on the meta device. Weights stay mapped."""
+    files, parts = _read_parts(folder, verify, check_finite, keep=False)
+    return parts, files
+
+
+def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -> tuple[ArtifactFiles, RetexParts]:
     config, section = read_description(folder, verify=verify)
-    records = read_manifest(folder, section)
-    check_files(folder, records, verify=verify)
-    recovery, errors = read_recovery(folder, section, config)
-    heads = _read_heads(folder, section, config)
-    signatures = _read_signatures(folder, section, config)
-    pretrained = _read_pretrained(folder) if config.feature_source == "pretrained" else {}
-    model = _plan_model(folder, section["library"])
+    library = LIBRARIES[section["library"]]
+    files, _ = open_artifact(folder, section, verify=verify, keep=keep)
+    recovery, errors = read_recovery(files, section, config)
+    heads = _read_heads(files, section, config)
+    signatures = _read_signatures(files, section, config)
+    pretrained = _read_pretrained(files) if config.feature_source == "pretrained" else {}
+    model = _plan_model(files, library)
     _check_fits(folder, model, recovery, heads, pretrained)
     _check_labels(folder, model, config, heads)
     if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
@@ -101,38 +108,49 @@ def read_parts(
             f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
             "the signatures are of."
         )
-    history = read_beside(folder / TRAINING_NAME, list) or []
+    history = read_beside(files, TRAINING_NAME, list) or []
     if not all(isinstance(entry, dict) for entry in history):
         raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
-    recipe = read_beside(folder / RECIPE_NAME, dict)
-    evaluation = read_beside(folder / EVALUATION_NAME, dict)
+    recipe = read_beside(files, RECIPE_NAME, dict)
+    evaluation = read_beside(files, EVALUATION_NAME, dict)
     home = folder.absolute()  # tokenizers are taken along later, when the current folder may be another
     parts = RetexParts(
         config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
     )
-    stems = (RECOVERY, HEADS, SIGNATURES, PRETRAINED, LIBRARIES[section["library"]].WEIGHTS_STEM)
-    sources = [_open_file(file) for stem in stems for file in sorted(folder.glob(f"{stem}*.safetensors"))]
     if check_finite:
-        for source in sources:
+        for source in files.sources():
             check_numbers(source)
-    return parts, sources, records
+    return files, parts
 
 
-def check_files(folder: Path, records: Mapping[str, manifest.FileRecord], *, verify: bool) -> None:
-    """The files of an artifact must be those that its configuration records, besides tokenizers and processors, which
-    have a reader of their own (`check_side_files`)."""
-    manifest.check_strays(folder, records, (*TAKEN_FOR_MODELS, *(OWN_FILES if verify else ())))
-    own = {name: found for name, found in records.items() if not is_side_file(name)}
-    if not verify:  # what is missing is missed by those who read it
-        own = {name: found for name, found in own.items() if (folder / name).exists()}
-    manifest.check(folder, own, content=verify)
-
-
-def check_side_files(folder: Path) -> None:
-    """The tokenizer and processor files of an artifact must be those that were recorded, if any were."""
-    _, section = read_description(folder)
+def open_artifact(
+    folder: Path, section: dict[str, Any], *, verify: bool, keep: bool = False
+) -> tuple[ArtifactFiles, dict[str, manifest.FileRecord]]:
+    """Open the files that an artifact records, and refuse those that would be taken for a part of it."""
     records = read_manifest(folder, section)
-    manifest.check(folder, {name: found for name, found in records.items() if is_side_file(name)})
+    manifest.check_strays(folder, records, (*TAKEN_FOR_MODELS, *(OWN_FILES if verify else ())))
+    return ArtifactFiles.open(folder, records, verify=verify, keep=keep), records
+
+
+def read_side_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer and processor files of a folder, which may be an artifact.
+
+    Of an artifact, they must be those that it records: one that was changed, and one that was added, would change what
+    the model is given.
+    """
+    files = list(side_files(folder))
+    check_links(files, folder, ArtifactError)
+    there = {file.relative_to(folder).as_posix(): file for file in files}
+    if not (folder / CONFIG_NAME).exists():
+        return {name: read_file(file, ArtifactError) for name, file in there.items()}
+    _, section = read_description(folder)
+    records = {name: found for name, found in read_manifest(folder, section).items() if is_side_file(name)}
+    if stray := sorted(there.keys() - records.keys()):
+        raise ArtifactError(
+            f"{folder / stray[0]} would be read with the artifact, but {CONFIG_NAME} does not list it: remove it, or, "
+            f"if it is meant, record it with `retex verify {folder} --record`."
+        )
+    return {name: manifest.read_verified(folder, name, found) for name, found in records.items()}
 
 
 def check_numbers(source: Source) -> None:
@@ -143,49 +161,38 @@ def check_numbers(source: Source) -> None:
             raise ArtifactError(f"{source.label}: tensor {name!r} holds NaN or infinite numbers.")
 
 
-def read_beside(path: Path, kind: type) -> Any:
-    """What an optional YAML or JSON file holds; None where there is no such file."""
-    if not path.exists():
+def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
+    """Return what an optional YAML or JSON file holds; None where there is no such file."""
+    if not files.has(name):
         return None
-    if path.suffix == ".yaml":
-        return read_yaml(path, ArtifactError, kind=kind)
-    return read_json(path, ArtifactError, kind=kind, infinite=True)  # a measurement may have come out as NaN
-
-
-def _plan_model(folder: Path, library: str) -> nn.Module:
-    source = _open(folder, LIBRARIES[library].WEIGHTS_STEM)
+    path = str(files.folder / name)
     try:
-        return LIBRARIES[library].plan(folder, source)
+        text = files.read(name, ArtifactError).decode()
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path} is not text in UTF-8.") from None
+    if name.endswith(".yaml"):
+        return parse_yaml(text, path, ArtifactError, kind=kind)
+    return parse_json(text, path, ArtifactError, kind=kind, infinite=True)  # a measurement may have come out as NaN
+
+
+def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
+    source = files.weights(library.WEIGHTS_STEM)
+    try:
+        return library.plan(files.folder, source, files=files)
     except CheckpointError as error:
-        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
+        raise ArtifactError(f"{files.folder}: the merged model does not load: {error}") from error
 
 
-def _load_model(folder: Path, library: ModuleType, load_options: dict[str, Any]) -> nn.Module:
+def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
     try:
-        model = library.load(folder, **load_options)
+        model = library.load(folder, files.weights(library.WEIGHTS_STEM), files=files, **load_options)
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)
 
 
-def _open(folder: Path, stem: str) -> Source:
-    """The tensors of a part of an artifact, in one file or in shards."""
-    try:
-        files = weight_files(folder, (stem,), suffixes=(".safetensors",))
-        return open_files(files, str(files[0]) if len(files) == 1 else f"{folder / stem}*.safetensors")
-    except CheckpointError as error:
-        raise ArtifactError(str(error)) from None
-
-
-def _open_file(file: Path) -> Source:
-    try:
-        return open_files([file], str(file))
-    except CheckpointError as error:
-        raise ArtifactError(str(error)) from None
-
-
-def _read_pretrained(folder: Path) -> dict[str, Tensor]:
-    source = _open(folder, PRETRAINED)
+def _read_pretrained(files: ArtifactFiles) -> dict[str, Tensor]:
+    source = files.weights(PRETRAINED)
     _check_tensors(source, {name: info.shape for name, info in source.infos.items()})
     return {name: source.read(name) for name in source.infos}
 
@@ -218,14 +225,15 @@ def _check_tensors(
 
 
 def read_recovery(
-    folder: Path, section: dict[str, Any], config: RetexConfig
+    files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
 ) -> tuple[RecoveryModule, dict[str, float]]:
-    """The recovery module over a folder's mapped files, and the relative error of every parameter."""
+    """Return the recovery module over a folder's weights, and the relative error of every parameter."""
+    folder = files.folder
     entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
     for name, entry in entries.items():
         if entry.generator not in entries or entries[entry.generator].layout != entry.layout:
             raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
-    source = _open(folder, RECOVERY)
+    source = files.weights(RECOVERY)
     embedding_dim = config.task_embedding_dim or len(config.tasks)
     parts = {
         name: stored_parts(entry.layout, embedding_dim, f"{name}.bias" in source.infos, config.recovery_dtype)
@@ -242,7 +250,7 @@ def read_recovery(
     shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
     _check_tensors(source, shapes, dtypes)
 
-    # Tensors stay mapped to the file: of the tasks that are not used, nothing is ever read.
+    # Tensors are taken as they are: where the file is mapped, nothing is ever read of tasks that are not used.
     made = {
         name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
         for name, stored in parts.items()
@@ -257,33 +265,37 @@ def read_recovery(
     return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
 
 
-def _read_heads(folder: Path, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
-    listed = _dict(section, "heads", folder)
+def _read_heads(files: ArtifactFiles, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
+    folder, listed = files.folder, _dict(section, "heads", files.folder)
     if set(listed) != set(config.tasks):
         raise ArtifactError(
             f"{folder / CONFIG_NAME} lists heads for {sorted(listed)}, but its tasks are {config.tasks}."
         )
     expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
+    for key, shape in expected.items():
+        if not isinstance(shape, list) or not all(is_count(size) for size in shape):
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the head {key!r} is given the shape {brief(shape)}.")
     if not expected:
         return {task: {} for task in config.tasks}
-    source = _open(folder, HEADS)
+    source = files.weights(HEADS)
     _check_tensors(source, expected)
     return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in config.tasks}
 
 
 def _read_signatures(
-    folder: Path, section: dict[str, Any], config: RetexConfig
+    files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
 ) -> Signatures | WeightSignatures | None:
     if section.get("signatures") is None:
         return None
+    folder = files.folder
     described = _dict(section, "signatures", folder)
     from_weights = config.signatures == "weights"
     tasks, layer = len(config.tasks), described.get("feature_layer")
     rank, width, held_out = sizes = [described.get(key) for key in ("rank", "width", "held_out")]
-    sizes_given = all(isinstance(size, int) for size in sizes)
+    sizes_given = all(is_count(size) for size in sizes)
     if not isinstance(layer, str) or not (from_weights or sizes_given):
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
-    source = _open(folder, SIGNATURES)
+    source = files.weights(SIGNATURES)
     expected = {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)}
     expected = {"centre": (tasks,)} if from_weights else expected
     _check_tensors(source, expected)

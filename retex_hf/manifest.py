@@ -98,6 +98,21 @@ def check(folder: Path, records: Mapping[str, FileRecord], *, content: bool = Tr
     return sum(sizes.values())
 
 
+def read_verified(folder: Path, name: str, expected: FileRecord) -> bytes:
+    """Return what a file holds, after comparing just these bytes with its record."""
+    size = check_file(folder, name).st_size
+    if size != expected.size:
+        raise _changed(folder, name, f"it has {size} bytes, not {expected.size}")
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}.") from None
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != expected.sha256:
+        raise _changed(folder, name, f"its SHA-256 begins with {digest[:12]}, not {expected.sha256[:12]}")
+    return data
+
+
 def check_file(folder: Path, name: str) -> os.stat_result:
     """A file of an artifact must be a regular one (a pipe would never end) that lies in the folder.
 

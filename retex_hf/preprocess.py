@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from .config import CONFIG_NAME
-from .errors import ArtifactError, InputError, first_line
+from .errors import ArtifactError, InputError, brief, first_line
+from .folder_files import private_copy
 from .libraries import library_of, openclip
-from .loading import check_side_files
+from .libraries.containment import contained
+from .libraries.untrusted_tokenizer import vetted_side_files
+from .loading import read_side_files
 
 TEXT, IMAGE = "text", "image"
 
@@ -66,15 +70,14 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
         max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
     """
     folder = Path(folder)
-    if (folder / CONFIG_NAME).exists():
-        check_side_files(folder)
+    files = _SideFiles.read(folder, library_of(model))
     if library_of(model) is openclip:
-        return _open_clip_preprocessor(folder, model)
+        return _open_clip_preprocessor(files, model)
     if model.main_input_name == "pixel_values" or library_of(model).is_dual_encoder(model):
-        processor = _load(AutoImageProcessor, "image processor", folder)
+        processor = files.load(AutoImageProcessor, "image processor")
         encode = None
         if library_of(model).is_dual_encoder(model):
-            tokenizer = _load(AutoTokenizer, "tokenizer", folder)
+            tokenizer = files.load(AutoTokenizer, "tokenizer")
 
             def encode(texts: list[str]) -> dict[str, Tensor]:
                 return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
@@ -89,11 +92,11 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
         raise ArtifactError(
             f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
         )
-    return _text_preprocessor(folder, model, max_length)
+    return _text_preprocessor(files, model, max_length)
 
 
-def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -> Preprocessor:
-    tokenizer = _load(AutoTokenizer, "tokenizer", folder)
+def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | None) -> Preprocessor:
+    tokenizer, folder = files.load(AutoTokenizer, "tokenizer"), files.folder
     generates_in_place = model.can_generate() and not model.config.is_encoder_decoder
     if generates_in_place:
         tokenizer.padding_side = "left"  # what is generated must follow the text, not the padding
@@ -103,8 +106,14 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
     if tokenizer.pad_token is None:
         raise ArtifactError(f"The tokenizer in {folder} has neither a padding token nor one that ends a text.")
     positions = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(tokenizer.model_max_length, (int, float)) or tokenizer.model_max_length < 1:
+        raise ArtifactError(
+            f"The tokenizer in {folder} cuts texts after {brief(tokenizer.model_max_length)} tokens: expected a number "
+            "above 0 as its model_max_length."
+        )
+    known = model.get_input_embeddings().weight.shape[0]
     # A tokenizer that knows no limit says so by a huge number.
-    longest = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    longest = int(min(tokenizer.model_max_length, positions or tokenizer.model_max_length))
     if max_length is None:
         max_length = longest
     elif max_length < 1 or (positions and max_length > longest):
@@ -117,23 +126,30 @@ def _text_preprocessor(folder: Path, model: nn.Module, max_length: int | None) -
         kinds = {second is None for _, second in pairs}
         if len(kinds) > 1:  # texts of one task and pairs of another, which tokenizers take one by one only
             rows = [tokenizer(first, second, **cut) for first, second in pairs]
-            return dict(tokenizer.pad(rows, return_tensors="pt"))
+            return _check_tokens(dict(tokenizer.pad(rows, return_tensors="pt")), known, folder)
         columns = [list(column) for column in zip(*pairs, strict=True)]
-        return dict(tokenizer(*(columns[:1] if True in kinds else columns), padding=True, return_tensors="pt", **cut))
+        batch = tokenizer(*(columns[:1] if True in kinds else columns), padding=True, return_tensors="pt", **cut)
+        return _check_tokens(dict(batch), known, folder)
 
     return Preprocessor(TEXT, collate, tokenizer)
 
 
-def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
+def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[str, Tensor]:
+    """Refuse tokens that the model has no embedding for: torch would end with an index out of range."""
+    tokens = batch["input_ids"]
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < known:
+        raise ArtifactError(
+            f"The tokenizer in {folder} gives the token {int(tokens.max())}, but the model knows {known}: it is the "
+            "tokenizer of another model."
+        )
+    return batch
+
+
+def _open_clip_preprocessor(files: _SideFiles, model: nn.Module) -> Preprocessor:
     transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 
     def encode(texts: list[str]) -> dict[str, Tensor]:
-        openclip.read_config(folder)  # which may not ask the tokenizer to run code
-        try:
-            tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
-        except Exception as error:  # OpenCLIP raises whatever its tokenizers do
-            raise ArtifactError(f"{folder}: the text tokenizer does not load: {first_line(error)}") from error
-        return {"text": tokenizer(texts)}
+        return {"text": files.open_clip_tokenizer()(texts)}
 
     return Preprocessor(
         IMAGE,
@@ -142,11 +158,45 @@ def _open_clip_preprocessor(folder: Path, model: nn.Module) -> Preprocessor:
     )
 
 
-def _load(auto_class: type, what: str, folder: Path) -> Any:
-    try:
-        # Left open, transformers would ask the person at the keyboard whether to run code that lies in the folder.
-        return auto_class.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever a missing or foreign file makes transformers raise
-        raise ArtifactError(
-            f"{folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."
-        ) from error
+@dataclass(frozen=True)
+class _SideFiles:
+    """The tokenizer and processor files of a folder, and its model's configuration, vetted and in memory."""
+
+    folder: Path
+    content: dict[str, bytes | dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, library: ModuleType) -> _SideFiles:
+        files = vetted_side_files(folder, read_side_files(folder))
+        if (folder / library.CONFIG).exists():
+            files[library.CONFIG] = library.vetted_config(folder)
+        return cls(folder, files)
+
+    def load(self, auto_class: type, what: str) -> Any:
+        """Load a tokenizer or processor of transformers from a copy of these files: it can read nothing else."""
+        try:
+            with contained(self.folder), private_copy(self.content) as copy:
+                loaded = auto_class.from_pretrained(copy, trust_remote_code=False)
+        except Exception as error:  # whatever a missing or foreign file makes transformers raise
+            raise ArtifactError(
+                f"{self.folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."
+            ) from error
+        _rename(vars(loaded), str(copy), str(self.folder))
+        return loaded
+
+    def open_clip_tokenizer(self) -> Any:
+        """Load the tokenizer of OpenCLIP's texts likewise."""
+        try:
+            with contained(self.folder), private_copy(self.content) as copy:
+                return open_clip.get_tokenizer(f"local-dir:{copy}")
+        except Exception as error:  # OpenCLIP raises whatever its tokenizers do
+            raise ArtifactError(f"{self.folder}: the text tokenizer does not load: {first_line(error)}") from error
+
+
+def _rename(attributes: dict[str, Any], old: str, new: str) -> None:
+    """Let an object that keeps the names of its files (to save them again) keep those that stay."""
+    for key, value in attributes.items():
+        if isinstance(value, str) and value.startswith(old):
+            attributes[key] = new + value.removeprefix(old)
+        elif isinstance(value, dict):
+            _rename(value, old, new)

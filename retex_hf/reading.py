@@ -122,20 +122,27 @@ def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) ->
             raise error(f"{file} is a link to {target}, which is outside of {folder}: put the file itself there.")
 
 
-def _text(path: Path, most: int, error: type[RetexError], name: str) -> str:
+def read_file(path: Path, error: type[RetexError], *, most: int = MOST_JSON_BYTES, name: str | None = None) -> bytes:
+    """Return what a regular file holds; larger ones than `most` bytes are refused."""
+    name = str(path) if name is None else name
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):  # a pipe would never end
             raise error(f"{name} is not a file.")
         if state.st_size > most:
             raise error(f"{name} has {state.st_size} bytes; at most {most} are read.")
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes()
     except FileNotFoundError:
         raise error(f"{name} does not exist.") from None
-    except UnicodeDecodeError:
-        raise error(f"{name} is not text in UTF-8.") from None
     except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
         raise error(f"{name} cannot be read: {getattr(problem, 'strerror', None) or first_line(problem)}.") from None
+
+
+def _text(path: Path, most: int, error: type[RetexError], name: str) -> str:
+    try:
+        return read_file(path, error, most=most, name=name).decode("utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{name} is not text in UTF-8.") from None
 
 
 def _checked(value: Any, kind: type | None, name: str, error: type[RetexError], mapping: str) -> Any:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .description import read_description, read_manifest
 from .hub import find_artifact
-from .loading import check_side_files, read_parts
+from .loading import read_parts, read_side_files
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,13 @@ def verify(artifact: str | Path, *, finite: bool = False, **hub_options: Any) ->
           numbers  not looked at
     """
     folder = find_artifact(artifact, **hub_options)
-    _, sources, records = read_parts(folder, check_finite=finite)
-    check_side_files(folder)
+    _, files = read_parts(folder, check_finite=finite)
+    read_side_files(folder)
+    records = read_manifest(folder, read_description(folder)[1])
     return Verification(
         str(artifact),
         files=len(records),
         bytes=sum(record.size for record in records.values()),
-        tensors=sum(len(source.infos) for source in sources),
+        tensors=sum(len(source.infos) for source in files.sources()),
         finite=finite,
     )

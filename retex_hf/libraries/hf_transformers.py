@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -26,14 +26,18 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils.generic import is_timm_config_dict
 
-from ..checkpoints.locate import read_json_object
+from ..checkpoints.adapters import ADAPTER_CONFIG
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
-from ..errors import CheckpointError, first_line, shorten
+from ..errors import CheckpointError, brief, first_line, shorten
+from ..folder_files import FolderFiles, private_copy
+from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
-from .refusals import check_options, check_transformers_folder
+from .untrusted_config import check_options, vet_transformers_config
 
 NAME = "transformers"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS_STEM, SHARDED = "model", True
 # Classes whose outer layer belongs to the task, not to the language or the image.
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
@@ -41,6 +45,10 @@ TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleCho
 HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
 # Counts that configurations read though they are no fields of theirs.
 OTHER_COUNTS = {"num_labels", "num_classes", "num_experts", "first_k_dense_replace"}
+# Options of the caller's for which transformers may fetch something.
+MAY_FETCH = {
+    "attn_implementation", "experts_implementation", "quantization_config", "use_kernels", "kernel_config",
+}  # fmt: skip
 # Constants that earlier versions of transformers saved and that models compute today.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
@@ -50,8 +58,8 @@ def owns(model: nn.Module) -> bool:
 
 
 def architecture(folder: Path) -> str:
-    """The class name that a folder's `config.json` asks for."""
-    return _architecture(_read_config(folder))
+    """Return the class name that a folder's `config.json` asks for."""
+    return _architecture(FolderFiles(folder).json(CONFIG))
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -59,17 +67,109 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else "AutoModel"
 
 
-def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel:
-    """Load a folder with the class it was saved from; `strict` refuses weights that are not all there."""
+@dataclasses.dataclass(frozen=True)
+class _Description:
+    """What the files of a folder say of its model, vetted: nothing in it makes transformers open or fetch anything."""
+
+    path: Path
+    name: str
+    cls: type
+    values: dict[str, Any]
+    generation: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, files: FolderFiles) -> _Description:
+        path, values = files.folder / CONFIG, files.json(CONFIG)
+        if files.has(ADAPTER_CONFIG):
+            raise CheckpointError(
+                f"{files.folder} holds a model and an adapter ({ADAPTER_CONFIG}), which would change it."
+            )
+        name = _architecture(values)
+        model_class = _model_class(name, path)
+        config_class = getattr(model_class, "config_class", None) or _config_class(values, path)
+        generation = None
+        if files.has(GENERATION_CONFIG):
+            path_of_settings = files.folder / GENERATION_CONFIG
+            generation = vet_transformers_config(files.json(GENERATION_CONFIG), path_of_settings, None)
+        return cls(path, name, model_class, vet_transformers_config(values, path, config_class), generation)
+
+    def config(self) -> PreTrainedConfig:
+        """Make the configuration."""
+        config_class = AutoConfig if self.cls is AutoModel else self.cls.config_class
+        try:
+            with contained(self.path), private_copy({CONFIG: self.values}) as folder:
+                config = config_class.from_pretrained(folder)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a foreign file makes transformers raise
+            raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}") from error
+        config.name_or_path = str(self.path.parent)
+        return config
+
+    def generation_config(self) -> GenerationConfig:
+        """Make the generation settings: of their own file, or of the keys that old configurations keep them under."""
+        name = CONFIG if self.generation is None else GENERATION_CONFIG
+        values = self.values if self.generation is None else self.generation
+        own = {"config_file_name": CONFIG, "_from_model_config": True} if self.generation is None else {}
+        path = self.path.with_name(name)
+        try:
+            with contained(path), private_copy({name: values}) as folder:
+                config = GenerationConfig.from_pretrained(folder, **own)
+                if self.generation is not None:
+                    config.validate()
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a foreign file makes transformers raise
+            raise CheckpointError(f"{path} holds settings that do not go together: {first_line(error)}") from error
+        return config
+
+
+def _config_class(values: dict[str, Any], path: Path) -> type[PreTrainedConfig]:
+    """Return the class of a configuration, for those that name no architecture."""
+    kind = "timm_wrapper" if is_timm_config_dict(values) else values.get("model_type")
+    # transformers would guess the type from the name of the folder.
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"{path} asks for the model type {brief(kind)}, which transformers does not have.")
+    return CONFIG_MAPPING[kind]
+
+
+def load(
+    folder: Path, source: Source, *, files: FolderFiles | None = None, strict: bool = True, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a folder's weights (`source`) into the class it was saved from.
+
+    Args:
+        folder: Where the configuration lies.
+        source: The weights. transformers gets the tensors, and no name of a file.
+        files: The files beside the weights; default: those on the disk.
+        strict: Refuse weights that are not all there.
+        kwargs: Go to transformers' own `from_pretrained`.
+    """
+    tensors = {name: source.read(name) for name in source.infos}
+    return _load(_Description.read(files or FolderFiles(folder)), tensors, strict, kwargs)
+
+
+def load_on_meta(folder: Path, source: Source) -> PreTrainedModel:
+    """Make what `load` gives, without the values: names, shapes, dtypes, ties and configuration."""
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.infos.items()}
+    return _load(_Description.read(FolderFiles(folder)), tensors, False, {"device_map": "meta"})
+
+
+def _load(
+    description: _Description, tensors: dict[str, Tensor], strict: bool, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     check_options(kwargs)
-    config = _read_config(folder)
-    check_transformers_folder(folder, config)
-    name = _architecture(config)
-    cls = _model_class(name, folder / "config.json")
-    # Said in so many words: left open, transformers would ask the person at the keyboard whether to run foreign code.
+    folder, name, config = description.path.parent, description.name, description.config()
     options = {**kwargs, "trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = cls.from_pretrained(folder, **options)
+        with contained(description.path, network=not MAY_FETCH.isdisjoint(kwargs)):
+            cls = description.cls
+            if cls is AutoModel:
+                with torch.device("meta"):
+                    cls = type(AutoModel.from_config(deepcopy(config), trust_remote_code=False))
+            model, report = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
     for key, shape, expected in sorted(report["mismatched_keys"]):
@@ -79,23 +179,24 @@ def load(folder: Path, *, strict: bool = True, **kwargs: Any) -> PreTrainedModel
     missing = sorted(report["missing_keys"])
     if strict and missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} tensor(s) of {name}: {shorten(missing)}.")
+    if model.can_generate() and kwargs.get("generation_config") is None:
+        model.generation_config = description.generation_config()
+    model.name_or_path = model.config.name_or_path = str(folder)
     return model.eval()
 
 
-def plan(folder: Path, source: Source) -> PreTrainedModel:
-    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration.
+def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> PreTrainedModel:
+    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its configuration.
 
     Nothing is taken from them, and nothing is made that they could not fill.
     """
-    path, values = folder / "config.json", _read_config(folder)
-    name = _architecture(values)
-    cls = _model_class(name, path)
-    check_transformers_folder(folder, values)
-    _check_counts(path, cls, values, source)
-    config = (load_config if cls is AutoModel else partial(_own_config, cls))(folder)
+    description = _Description.read(files or FolderFiles(folder))
+    path, name, cls = description.path, description.name, description.cls
+    _check_counts(description, source)
+    config = description.config()
     contexts = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
     try:
-        with limited_pieces(path, source), ExitStack() as stack:
+        with contained(path), limited_pieces(path, source), ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
             model = AutoModel.from_config(config, trust_remote_code=False) if cls is AutoModel else cls(config)
@@ -110,67 +211,65 @@ def plan(folder: Path, source: Source) -> PreTrainedModel:
             f"{source.label} holds {shorten(unexpected)}, which the {name} that {path.name} asks for does not have."
         )
     check_weights(path, model, source, {key: info for key, (info, _) in aligned.items()})
+    if model.can_generate():
+        description.generation_config()  # before anything is loaded
     return model.eval()
 
 
 @contextmanager
 def limited(folder: Path, source: Source) -> Iterator[None]:
     """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
-    path, values = folder / "config.json", _read_config(folder)
-    _check_counts(path, _model_class(_architecture(values), path), values, source)
-    with limited_pieces(path, source):
+    description = _Description.read(FolderFiles(folder))
+    _check_counts(description, source)
+    with limited_pieces(description.path, source):
         yield
 
 
-def _check_counts(path: Path, cls: type, values: dict[str, Any], source: Source) -> None:
-    check_counts(path, values if cls is AutoModel else _understood(cls.config_class, values), source)
+def _check_counts(description: _Description, source: Source) -> None:
+    cls, values = description.cls, description.values
+    check_counts(description.path, values if cls is AutoModel else _understood(cls.config_class, values), source)
 
 
 def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that its class reads. People note other things there (`num_train_samples`), which
-    transformers keeps."""
+    """Return the part of a configuration that its class reads. People note other things there (`num_train_samples`),
+    which transformers keeps."""
     known = (
         {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys() | OTHER_COUNTS
     )
     return {key: value for key, value in values.items() if key in known or isinstance(value, (dict, list))}
 
 
-def _own_config(cls: type, folder: Path) -> PreTrainedConfig:
-    try:
-        return cls.config_class.from_pretrained(folder)
-    except Exception as error:  # whatever a foreign file makes transformers raise
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
-
-
 def _model_class(name: str, asked_by: Path | str) -> type:
-    cls = getattr(transformers, name, None)
-    if cls is not AutoModel and not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise CheckpointError(f"{asked_by} asks for {name!r}, which is no model class of transformers.")
+    # Not `getattr` alone: it would import whatever module transformers has under a name.
+    cls = getattr(transformers, name, None) if name.isidentifier() and name[0].isupper() else None
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
+    if cls is not AutoModel and not (is_model and cls.config_class is not None):
+        raise CheckpointError(f"{asked_by} asks for {brief(name)}, which is no model class of transformers.")
     return cls
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a folder."""
-    check_transformers_folder(folder, _read_config(folder))
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever a foreign file makes transformers raise
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
+    """Return the configuration of a folder."""
+    files = FolderFiles(folder)
+    path, values = folder / CONFIG, files.json(CONFIG)
+    vetted = vet_transformers_config(values, path, _config_class(values, path))
+    return _Description(path, "AutoModel", AutoModel, vetted, None).config()
+
+
+def vetted_config(folder: Path) -> dict[str, Any]:
+    """Return what the configuration of a folder says of its model, vetted."""
+    return _Description.read(FolderFiles(folder)).values
 
 
 def from_config(
     architecture: str, config: PreTrainedConfig, dtype: torch.dtype | None, on_meta: bool
 ) -> PreTrainedModel:
-    """A model of a class, with weights yet to be filled in: an adapter's class may have a head that its base lacks."""
+    """Make a model of a class, with weights yet to be filled in: an adapter's class may have a head that its base
+    lacks."""
     cls = _model_class(architecture, "the adapter")
-    with torch.device("meta" if on_meta else "cpu"):
+    with torch.device("meta" if on_meta else "cpu"), contained(Path(config.name_or_path or "the adapter")):
         model = cls._from_config(deepcopy(config), dtype=dtype or torch.float32)
     return model.eval()
-
-
-def load_on_meta(folder: Path) -> PreTrainedModel:
-    """What `load` gives, without the values: names, shapes, dtypes, ties and configuration."""
-    return load(folder, strict=False, device_map="meta")
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> None:
@@ -284,7 +383,7 @@ def _convert(
 def labels_of(source: Source) -> dict[str, Any]:
     """What a checkpoint's config says of its head."""
     if source.folder is not None:
-        config = _read_config(source.folder)
+        config = FolderFiles(source.folder).json(CONFIG)
     elif owns(source.model):
         config = source.model.config.to_dict()
     else:
@@ -341,7 +440,3 @@ def row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 def tuple_fields(method: str) -> tuple[str, ...]:
     """transformers outputs carry their field names."""
     return ()
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    return read_json_object(folder / "config.json")

@@ -19,14 +19,15 @@ from open_clip.model import CLIP, CustomTextCLIP
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..checkpoints.locate import read_json_object
 from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, first_line, shorten
+from ..folder_files import FolderFiles, private_copy
+from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
-from .refusals import check_open_clip_config, text_tower
+from .untrusted_config import text_tower, vet_open_clip_config
 
 NAME = "open_clip"
-CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
+CONFIG, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
 WEIGHTS_STEM, SHARDED = Path(WEIGHTS_FILE).stem, False
 # Every number in OpenCLIP's configuration is a size.
 ANY_KEY = re.compile("")
@@ -38,14 +39,29 @@ def owns(model: nn.Module) -> bool:
     return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
 
 
-def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
-    """Load an OpenCLIP folder, and remember its configuration. OpenCLIP is always strict."""
+def load(
+    folder: Path,
+    source: Source,
+    *,
+    files: FolderFiles | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a folder's weights (`source`) into the model it describes, and remember its configuration.
+
+    OpenCLIP gets the tensors, and no name of a file. It is always strict.
+    """
     if options:
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
-    config = read_config(folder)
+    config = vetted_config(folder, files)
+    model = _create(folder, config)
+    aligned, unexpected = align(model, source)
+    if unexpected:
+        raise CheckpointError(f"{source.label} holds {shorten(unexpected)}, which {CONFIG} does not ask for.")
     try:
-        model = _create(folder, config)
-    except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
+        model.load_state_dict({name: read() for name, (_, read) in aligned.items()})
+    except RuntimeError as error:
         # torch's first line only says that something does not fit; the second says what.
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
@@ -53,42 +69,48 @@ def load(folder: Path, *, strict: bool = True, dtype: torch.dtype | None = None,
     return model if dtype is None else model.to(dtype)
 
 
-def load_on_meta(folder: Path) -> nn.Module:
-    """What `load` gives, without the values: names, shapes, ties and configuration."""
-    config = read_config(folder)
-    try:
-        with torch.device("meta"), _no_warning_of_missing_weights():
-            model = _create(folder, config, load_weights=False, device="meta")
-    except Exception as error:  # as in `load`
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE} does not describe an OpenCLIP model: {first_line(error)}"
-        ) from error
+def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    config = vetted_config(folder, files)
+    with torch.device("meta"):
+        model = _create(folder, config, device="meta")
     setattr(model, CONFIG_ATTRIBUTE, config)
     return model
 
 
 def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
-    """A model of a folder's configuration, of which nothing is fetched."""
-    return open_clip.create_model(f"local-dir:{folder}", **text_tower(config, folder / CONFIG_FILE), **options).eval()
+    """Make a model of a folder's configuration, of which nothing is fetched."""
+    path = folder / CONFIG
+    options |= {"load_weights": False, "pretrained_text": False, **text_tower(config, path)}
+    try:
+        with contained(path), private_copy({CONFIG: config}) as copy, _no_warning_of_missing_weights():
+            return open_clip.create_model(
+                f"local-dir:{copy}", load_weights=False, pretrained_text=False, **options
+            ).eval()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
+        raise CheckpointError(f"{path} does not describe an OpenCLIP model: {first_line(error)}") from error
 
 
 @contextmanager
-def limited(folder: Path, source: Source) -> Iterator[None]:
+def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> Iterator[None]:
     """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
-    path = folder / CONFIG_FILE
-    check_counts(path, read_config(folder), source, keys=ANY_KEY)
+    path = folder / CONFIG
+    check_counts(path, vetted_config(folder, files), source, keys=ANY_KEY)
     with limited_pieces(path, source):
         yield
 
 
-def plan(folder: Path, source: Source) -> nn.Module:
-    """The model of a folder on the meta device, after its weights (`source`) were compared with its configuration."""
-    path = folder / CONFIG_FILE
-    with limited(folder, source):
-        model = load_on_meta(folder)
+def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
+    configuration."""
+    path = folder / CONFIG
+    with limited(folder, source, files=files):
+        model = load_on_meta(folder, files=files)
     unexpected = sorted(source.infos.keys() - model.state_dict().keys())
     if unexpected:
-        raise CheckpointError(f"{source.label} holds {shorten(unexpected)}, which {CONFIG_FILE} does not ask for.")
+        raise CheckpointError(f"{source.label} holds {shorten(unexpected)}, which {CONFIG} does not ask for.")
     check_weights(path, model, source, source.infos)
     return model
 
@@ -122,8 +144,8 @@ def describe(
     if model_config is None:
         if hasattr(model, CONFIG_ATTRIBUTE):
             return
-        if folder is not None and (folder / CONFIG_FILE).is_file():
-            setattr(model, CONFIG_ATTRIBUTE, read_config(folder))
+        if folder is not None and (folder / CONFIG).is_file():
+            setattr(model, CONFIG_ATTRIBUTE, vetted_config(folder))
         elif hasattr(sibling, CONFIG_ATTRIBUTE):
             setattr(model, CONFIG_ATTRIBUTE, getattr(sibling, CONFIG_ATTRIBUTE))
         else:
@@ -142,11 +164,9 @@ def describe(
     setattr(model, CONFIG_ATTRIBUTE, {"model_cfg": config, "preprocess_cfg": preprocess})
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder, which asks for nothing that would run code or be fetched."""
-    config = read_json_object(folder / CONFIG_FILE)
-    check_open_clip_config(config, folder / CONFIG_FILE)
-    return config
+def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
+    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    return vet_open_clip_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
@@ -160,7 +180,7 @@ def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
 def save_config(model: nn.Module, folder: Path) -> None:
     """All that `save` writes, without the weights."""
     text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def saved_names(model: nn.Module) -> list[str]:

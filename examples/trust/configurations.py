@@ -1,0 +1,310 @@
+"""Hostile configurations: every key that could name a file, a repository or code, at every depth, on composite classes.
+
+A configuration of each composite class of transformers (and of those that wrap timm) is made, and then spoilt: a key
+that libraries resolve, with a path, a Hub id, an address or a class, in the outermost configuration or in one within
+it. Its model is then planned as that of an artifact is. What may come of it:
+
+- refused: a `RetexError` of one sentence;
+- as if it were not there: what reaches the library is what reaches it without the key;
+- harmless: the model is made, and no file was opened, no request sent, no question asked, no code imported.
+
+Everything else is a problem, also memory or time that nothing in the files needs. The files that are named are watched
+by the system (inotify), so that native code is seen too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from retex_hf.checkpoints.sources import Source, TensorInfo
+from retex_hf.errors import RetexError
+from retex_hf.folder_files import FolderFiles
+from retex_hf.libraries import containment, hf_transformers
+from retex_hf.libraries.untrusted_config import vet_transformers_config
+from trust.tally import Tally
+
+REFUSED, ABSENT, HARMLESS, WRONG = "refused", "as if it were not there", "harmless", "wrong"
+SECONDS, ROOM = 60, 6 << 30
+# Keys that transformers, timm or their readers resolve somewhere, besides the fields of a class that hold texts.
+KEYS = (
+    "auto_map", "transformers_weights", "_name_or_path", "name_or_path", "pretrained_model_name_or_path", "backbone",
+    "architecture", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "custom_load", "file", "url",
+    "hf_hub_id", "cache_dir", "tokenizer_class", "processor_class", "custom_generate", "quantization_config",
+    "configuration_files", "fusion_config", "attn_implementation", "_attn_implementation", "experts_implementation",
+    "kernel_config", "base_model_name_or_path", "encoder_pretrained_model_name_or_path", "vocab_file", "index_path",
+    "passages_path", "dataset", "torch_dtype", "dtype", "model_type", "distributed_config", "gguf_file", "adapter_path",
+)  # fmt: skip
+# Nested sections in which libraries look for options.
+SECTIONS = ("model_args", "backbone_kwargs", "text_config", "vision_config", "backbone_config", "decoder", "encoder")
+SHORT = ("EncoderDecoderModel", "DetrForObjectDetection", "TimmWrapperModel", "LlavaForConditionalGeneration")
+SIZES = re.compile(r"(num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth)$")
+BOMBS = (100_000, 10**9, 2**40)
+IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
+WATCHED = ("builtins.input", "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system")
+
+
+def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
+    """Spoil a few classes (`size="short"`) or all composite ones (`"long"`)."""
+    names, bombs = Tally("hostile values in nested configurations"), Tally("huge numbers in nested configurations")
+    classes = [cls for cls in composite_classes() if size == "long" or cls.__name__ in SHORT]
+    for cls in tqdm(classes, desc="Configurations", unit="class", disable=not progress):
+        for kind, outcome, problem in _in_process(cls, work_dir / cls.__name__, seed):
+            (names if kind == "name" else bombs).add(outcome, problem)
+    return [names, bombs]
+
+
+def composite_classes() -> list[type[PreTrainedModel]]:
+    """Return one model class for each configuration class that holds others, or names a backbone."""
+    found = {}
+    for kind in CONFIG_MAPPING.keys():  # noqa: SIM118  (it maps when it is asked)
+        config_class = CONFIG_MAPPING[kind]
+        fields = {field.name for field in dataclasses.fields(config_class)}
+        if config_class.sub_configs or fields & {"backbone", "backbone_config", "architecture", "model_args"}:
+            found[config_class] = None
+    for name in sorted(dir(transformers)):
+        cls = getattr(transformers, name, None) if re.search(r"(Model|For\w+)$", name) else None
+        is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
+        if is_model and found.get(cls.config_class, cls) is None:
+            found[cls.config_class] = cls
+    chosen = {getattr(transformers, name) for name in SHORT}
+    replaced = {cls.config_class: cls for cls in chosen}
+    return sorted({replaced.get(key, cls) for key, cls in found.items() if cls}, key=lambda cls: cls.__name__)
+
+
+def _in_process(cls: type, folder: Path, seed: int) -> Iterator[tuple[str, str, str | None]]:
+    """Try one class in a process of its own, so that a crash, a hang or a bomb is seen."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_try_class, args=(cls, folder, seed, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    case = "the class itself"
+    try:
+        while True:
+            if not ours.poll(2 * SECONDS):
+                yield "name", WRONG, f"{cls.__name__}: {case} hangs"
+                break
+            message = ours.recv()
+            if isinstance(message, str):
+                case = message
+            else:
+                yield message
+    except EOFError:
+        process.join(10)
+        if process.exitcode:
+            yield "name", WRONG, f"{cls.__name__}: {case} ends the process (exit code {process.exitcode})"
+    finally:
+        process.kill()
+
+
+def _try_class(cls: type, folder: Path, seed: int, answers: Connection) -> None:
+    """Spoil the configuration of a class in every way, and send what came of each."""
+    folder.mkdir(parents=True)
+    containment._install()
+    watcher = _Watcher(folder / "outside")
+    made = _make(cls)
+    if made is None:  # a class that no configuration of defaults makes
+        return
+    values, infos = made
+    draw = random.Random(f"{seed} {cls.__name__}")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+    trial = _Trial(cls, values, _Described("model.safetensors", infos), folder, watcher)
+    for kind, what, spoilt in cases(cls, values, watcher.folder, draw):
+        answers.send(what)
+        outcome, problem = trial.judge(spoilt, plan_always=kind == "number")
+        answers.send((kind, outcome, None if problem is None else f"{cls.__name__}: {what}: {problem}"))
+
+
+def cases(
+    cls: type, values: dict[str, Any], outside: Path, draw: random.Random
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Spoil a configuration: kind, description, the whole configuration."""
+    evil = str(outside / "evil")
+    texts = [
+        f"{evil}.safetensors", evil, os.path.relpath(f"{evil}.json"), "gpt2", "org/repo", "hf-hub:org/repo",
+        "resnet50", f"local-dir:{evil}", "http://127.0.0.1:9/x.safetensors", "evil--evil.Evil",
+    ]  # fmt: skip
+    shapes = {
+        "auto_map": [{name: text for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")} for text in texts],
+        "configuration_files": [[text] for text in texts],
+        "pretrained_cfg": [{"file": text, "url": text, "hf_hub_id": text, "source": "hf-hub"} for text in texts],
+        "quantization_config": [{"quant_method": "gptq", "bits": 4, "path": text} for text in texts],
+    }
+    for place, fields in _places(cls.config_class, values):
+        for key in sorted({*KEYS, *fields}):
+            choices = shapes.get(key, texts)
+            value = draw.choice(choices)
+            yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
+        numbers = [key for key, value in _at(values, place).items() if isinstance(value, int) and value is not True]
+        for key in draw.sample(sorted(numbers), min(2, len(numbers))):
+            value = draw.choice(BOMBS)
+            yield "number", f"{'.'.join((*place, key))}={value}", _with(values, place, key, value)
+
+
+def _places(config_class: type, values: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Walk over the configuration and those within it, with the fields of each that hold texts."""
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    yield place, {field.name for field in fields if "str" in str(field.type) and "dict" not in str(field.type)}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and ("model_type" in value or key in SECTIONS):
+            kind = value.get("model_type")
+            yield from _places(CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else object, value, (*place, key))
+    if not place:
+        for key in SECTIONS:
+            if not isinstance(values.get(key), Mapping):
+                yield (key,), set()
+
+
+def _at(values: Any, place: tuple[str, ...]) -> Mapping[str, Any]:
+    for key in place:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
+
+
+def _with(values: dict[str, Any], place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    spoilt = deepcopy(values)
+    inner = spoilt
+    for name in place:
+        if not isinstance(inner.get(name), dict):
+            inner[name] = {}
+        inner = inner[name]
+    inner[key] = value
+    return spoilt
+
+
+class _Described(Source):
+    """Weights of which only names and shapes are there: a plan asks for nothing else."""
+
+    def read(self, name: str) -> Tensor:
+        raise AssertionError(f"{name} is read")
+
+
+@dataclasses.dataclass
+class _Trial:
+    cls: type
+    values: dict[str, Any]
+    source: Source
+    folder: Path
+    watcher: _Watcher
+
+    def judge(self, spoilt: dict[str, Any], *, plan_always: bool) -> tuple[str, str | None]:
+        path = self.folder / "config.json"
+        signal.alarm(SECONDS)
+        try:
+            reaches = vet_transformers_config(spoilt, path, self.cls.config_class)
+            if not plan_always and reaches == vet_transformers_config(self.values, path, self.cls.config_class):
+                return ABSENT, self.watcher.seen()
+            files = FolderFiles(self.folder, {"config.json": json.dumps(spoilt).encode()})
+            hf_transformers.plan(self.folder, self.source, files=files)
+            outcome, problem = HARMLESS, None
+        except RetexError as error:
+            several = "\n" in str(error)
+            outcome, problem = REFUSED, f"is refused in several lines: {error}" if several else _memory(error)
+        except Exception as error:
+            outcome, problem = WRONG, f"raises {type(error).__name__}: {error}"
+        finally:
+            signal.alarm(0)
+        problem = self.watcher.seen() or problem
+        return (WRONG if problem else outcome), problem
+
+
+def _memory(error: BaseException) -> str | None:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or "allocate memory" in str(cause) or "DefaultCPUAllocator" in str(cause):
+            return f"asks for more memory than there is: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+class _Watcher:
+    """Sees every file of a folder that is opened, and whatever containment lets through."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.through = folder, []
+        folder.mkdir()
+        for name in ("evil.safetensors", "evil.json", "evil.py", "evil"):
+            (folder / name).write_text("raise SystemExit('the code has run')\n", encoding="utf-8")
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.handle = libc.inotify_init1(IN_NONBLOCK)
+        if self.handle < 0 or libc.inotify_add_watch(self.handle, os.fsencode(folder), IN_OPEN | IN_ACCESS) < 0:
+            raise OSError(ctypes.get_errno(), "inotify")
+        # After the hook of containment, so this one sees only what that lets through.
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        foreign = event == "import" and str(arguments[0]).startswith("transformers_modules")
+        if event in WATCHED or foreign:
+            self.through.append(f"{event} {arguments[:1]}")
+
+    def seen(self) -> str | None:
+        try:
+            opened = bool(os.read(self.handle, 1 << 16))
+        except BlockingIOError:
+            opened = False
+        through, self.through = self.through, []
+        return "a file outside was opened" if opened else f"{through[0]} was let through" if through else None
+
+
+def _make(cls: type[PreTrainedModel]) -> tuple[dict[str, Any], dict[str, TensorInfo]] | None:
+    """Return a small configuration of a class, and names and shapes of its weights."""
+    for shrink in (True, False):
+        try:
+            values = json.loads(json.dumps(_default_config(cls.config_class).to_dict(), default=str))
+            values = (_shrunk(values) if shrink else values) | {"architectures": [cls.__name__]}
+            config = cls.config_class.from_dict(deepcopy(values))
+            with torch.device("meta"):
+                tensors = cls(config).state_dict()
+            return values, {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        except Exception:  # a default that does not go together, in whatever way the class says so
+            continue
+    return None
+
+
+def _default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    encoder, decoder = transformers.BertConfig(**small), transformers.BertConfig(**small, is_decoder=True)
+    image = transformers.ViTConfig(**small)
+    sound = transformers.Wav2Vec2Config(**small)
+    match config_class.__name__:
+        case "EncoderDecoderConfig":
+            return config_class.from_encoder_decoder_configs(encoder, decoder)
+        case "VisionEncoderDecoderConfig":
+            return config_class.from_encoder_decoder_configs(image, decoder)
+        case "SpeechEncoderDecoderConfig":
+            return config_class.from_encoder_decoder_configs(sound, decoder)
+        case "VisionTextDualEncoderConfig":
+            return config_class.from_vision_text_configs(image, encoder)
+        case "TimmWrapperConfig":
+            return config_class(architecture="resnet18", pretrained_cfg={"num_classes": 10})
+    return config_class()
+
+
+def _shrunk(values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        return values
+    return {
+        key: min(value, 2) if isinstance(value, int) and SIZES.search(key) else _shrunk(value)
+        for key, value in values.items()
+    }

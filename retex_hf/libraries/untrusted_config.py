@@ -1,0 +1,249 @@
+"""Vet the configuration of an untrusted checkpoint: only what describes a model's shape reaches a library.
+
+Libraries resolve values of a configuration as files, Hub ids, classes and code, at any depth, and more of them with
+every release. So values are judged by what they are, not by a list of bad keys:
+
+- numbers, booleans and null pass (`limits` judges their size);
+- a string passes if it is a plain word, and its key does not say that it names a file, an address or a repository;
+- other strings are refused where the configuration's class reads the key, and left out where it does not: people note
+  things there, and nobody is to read them;
+- what names custom code is left out, so that every loader, however deep, takes the library's own class or fails.
+
+What the person at the keyboard passes as an option is another matter: it goes to the library as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from ..errors import CheckpointError, brief
+
+# Options of transformers that run code which comes with a checkpoint.
+OF_CODE = ("trust_remote_code", "custom_generate", "allow_all_kernels")
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+# Those that are in transformers and torch themselves; for others it may fetch kernels.
+BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+# Left out wherever they stand: references to custom code, and notes of where a model came from.
+LEFT_OUT = {"auto_map", "_name_or_path", "name_or_path", "_commit_hash"}
+# Texts for people and tokenizers, which no library resolves.
+FREE_TEXT = {
+    "id2label", "label2id", "label_names", "architectures", "transformers_version", "task_specific_params", "prefix",
+    "finetuning_task", "vocab_list", "vocabulary_map", "languages", "langs", "lang2id", "id2lang", "lang_to_id",
+    "task_to_id", "doc_sep", "title_sep", "stop_strings",
+}  # fmt: skip
+# Keys under which configurations name an architecture of timm, which would also look on the Hub.
+OF_TIMM = ("architecture", "backbone", "timm_model_name")
+# timm's note of where its weights came from; of that, what its data transforms read.
+TIMM_NOTE = "pretrained_cfg"
+TIMM_DATA = {
+    "input_size", "fixed_input_size", "min_input_size", "interpolation", "crop_pct", "crop_mode", "test_input_size",
+    "test_crop_pct", "test_crop_mode", "mean", "std", "num_classes", "label_offset", "label_names",
+    "label_descriptions", "pool_size", "first_conv", "classifier", "tag",
+}  # fmt: skip
+# Words of a key that say: its value is the name of something that would be opened, fetched or imported.
+NAMING = {
+    "path", "paths", "file", "files", "filename", "url", "urls", "uri", "dir", "directory", "folder", "checkpoint",
+    "repo", "repository", "hub", "revision", "dataset", "weights", "pretrained", "module", "script", "code", "load",
+}  # fmt: skip
+# Letters, digits and a few signs. A dot only before a part with a digit in it ("torch.float16", "v1.5"), because
+# otherwise it may be the name of a file.
+PLAIN = re.compile(r"[A-Za-z0-9_+ -]*(?:\.[A-Za-z_+ -]*[0-9][A-Za-z0-9_+ -]*)*")
+LONGEST_WORD = 200
+# What OpenCLIP's own configurations tell its tokenizers; it hands anything else to transformers, as an option.
+TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
+FINDS_FILES = "configuration_files"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of `from_pretrained` that would run code which comes with a checkpoint."""
+    for name in OF_CODE:
+        if options.get(name):
+            raise CheckpointError(f"{name} is not supported: code that comes with a checkpoint is never run.")
+
+
+def vet_transformers_config(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:
+    """Return the part of a `config.json` that transformers may read; see the rules of this module.
+
+    `config_class` is the class that will read it. Where it is None, every key is taken to be read.
+    """
+    if values.get("quantization_config") is not None:
+        raise CheckpointError(f"{path} has a quantization_config: expected plain weights. Quantise when loading.")
+    if FINDS_FILES in values:
+        raise CheckpointError(f"{path} names other configuration files under {FINDS_FILES!r}: expected none.")
+    return _vetted(values, path, config_class)
+
+
+def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the part of an `open_clip_config.json` that OpenCLIP may read."""
+    text = part(part(values, "model_cfg", path), "text_cfg", path)
+    foreign = sorted(set(part(text, "tokenizer_kwargs", path)) - TOKENIZER_OPTIONS)
+    if foreign:
+        raise CheckpointError(
+            f"{path} has the tokenizer option {foreign[0]!r}, which is none of {sorted(TOKENIZER_OPTIONS)}."
+        )
+    # The names of a text tower and of its tokenizer are resolved by `text_tower`.
+    towers = {key: text[key] for key in ("hf_model_name", "hf_tokenizer_name") if key in text}
+    vetted = _vetted({**values, "model_cfg": _without(values, towers)}, path, None)
+    if towers:
+        vetted["model_cfg"]["text_cfg"] |= towers
+    return vetted
+
+
+def _without(values: Mapping[str, Any], left_out: Mapping[str, Any]) -> Any:
+    model = values.get("model_cfg")
+    if not left_out:
+        return model
+    text = {key: value for key, value in model["text_cfg"].items() if key not in left_out}
+    return {**model, "text_cfg": text}
+
+
+def text_tower(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what to make an OpenCLIP model with whose text tower is one of transformers': its configuration from the
+    local Hub cache, and no weights. Empty for other models.
+
+    OpenCLIP names such a tower by its Hub id, and would fetch it. Who trusts that id fetches its configuration first.
+    """
+    text = part(part(config, "model_cfg", path), "text_cfg", path)
+    name = text.get("hf_model_name")
+    if not name:
+        return {}
+    try:
+        found = try_to_load_from_cache(str(name), "config.json")
+    except HFValidationError:
+        raise CheckpointError(f"{path} names the text tower {brief(name)}, which is not a Hub id.") from None
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"{path} names the text tower {name!r}, which is not in the local cache: if you trust it, "
+            f"run `hf download {name} config.json` first."
+        )
+    return {"text_cfg": {**text, "hf_model_name": str(Path(found).parent), "hf_model_pretrained": False}}
+
+
+def vet_side_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a tokenizer's or processor's configuration that transformers may read.
+
+    Old versions noted the paths of their own files there, so these are left out and not refused; the files that are
+    read are found by their names.
+    """
+
+    def vet(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                key: vet(entry)
+                for key, entry in value.items()
+                if key not in LEFT_OUT and not (isinstance(entry, str | list) and _names_something(key))
+            }
+        return [vet(entry) for entry in value] if isinstance(value, list) else value
+
+    return vet(values)
+
+
+def _vetted(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:
+    read = _keys_read_by(config_class)
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in LEFT_OUT:
+            continue
+        if key.lstrip("_") in IMPLEMENTATIONS:
+            _check_implementation(key, value, path)
+        if key in FREE_TEXT:
+            kept[key] = value
+        elif key == TIMM_NOTE and isinstance(value, Mapping):
+            kept[key] = {name: entry for name, entry in value.items() if name in TIMM_DATA}
+        elif isinstance(value, Mapping):
+            kept[key] = _vetted(value, path, _nested_class(config_class, key, value))
+        elif isinstance(value, list):
+            kept[key] = _vetted_list(key, value, path, config_class)
+        elif not isinstance(value, str) or _is_allowed(key, value, path, config_class):
+            kept[key] = value
+        elif read is None or key in read:
+            raise CheckpointError(
+                f"{path} has {key}={brief(value)}, which may name a file, an address or a repository: expected a plain "
+                "word, or none."
+            )
+    return kept
+
+
+def _vetted_list(key: str, values: list[Any], path: Path, config_class: type | None) -> list[Any]:
+    read = _keys_read_by(config_class)
+    kept = []
+    for value in values:
+        if isinstance(value, Mapping):
+            kept.append(_vetted(value, path, None))
+        elif isinstance(value, list):
+            kept.append(_vetted_list(key, value, path, config_class))
+        elif not isinstance(value, str) or _is_allowed(key, value, path, config_class):
+            kept.append(value)
+        elif read is None or key in read:
+            raise CheckpointError(f"{path} lists {brief(value)} under {key!r}: expected plain words.")
+        else:
+            return []  # a note: half of it would be another one
+    return kept
+
+
+def _is_allowed(key: str, value: str, path: Path, config_class: type | None) -> bool:
+    if key in OF_TIMM:
+        return _check_timm_name(key, value, path)
+    if value == _default(config_class, key):
+        return True
+    return not _names_something(key) and len(value) <= LONGEST_WORD and PLAIN.fullmatch(value) is not None
+
+
+def _names_something(key: str) -> bool:
+    return not NAMING.isdisjoint(re.split(r"[_\W]+", key.lower()))
+
+
+def _check_timm_name(key: str, value: str, path: Path) -> bool:
+    import timm  # only those who name one of its architectures wait for it
+
+    if len(value) > LONGEST_WORD or ":" in value or "/" in value or not timm.is_model(value):
+        raise CheckpointError(f"{path} asks for {key}={brief(value)}, which is no architecture of timm's own.")
+    return True
+
+
+def _check_implementation(key: str, value: Any, path: Path) -> None:
+    names = value.values() if isinstance(value, Mapping) else [value]
+    if other := [name for name in names if name not in BUILT_IN]:
+        raise CheckpointError(
+            f"{path} asks for {key}={brief(other[0])}, which may be fetched from elsewhere: take it out, and pass "
+            f"{key.lstrip('_')} when loading, if you want it."
+        )
+
+
+def _keys_read_by(config_class: type | None) -> set[str] | None:
+    """Return the keys that a class of configurations declares; None where the class is not known."""
+    if config_class is None:
+        return None
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return names | config_class.attribute_map.keys() | set(OF_TIMM)
+
+
+def _default(config_class: type | None, key: str) -> Any:
+    fields = () if config_class is None else dataclasses.fields(config_class)
+    return next((field.default for field in fields if field.name == key), None)
+
+
+def _nested_class(config_class: type | None, key: str, values: Mapping[str, Any]) -> type | None:
+    """Return the class that reads a configuration within another one; None where it is not known."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        return CONFIG_MAPPING[kind]
+    found = getattr(config_class, "sub_configs", {}).get(key)
+    return found if dataclasses.is_dataclass(found) else None
+
+
+def part(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    """Return a section of a configuration; empty where there is none."""
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: {key} must hold keys and values, not a {type(found).__name__}.")
+    return found
