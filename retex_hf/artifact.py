@@ -39,6 +39,7 @@ from .description import (
 from .errors import ArtifactError, ConfigError
 from .folders import check_movable, check_target, keep_files, link, replacing
 from .libraries import library_of
+from .loading import recorded_side_files
 from .parts import RetexParts
 from .recovery import RecoveryModule
 from .routing import WeightSignatures
@@ -56,7 +57,7 @@ def write(
     with replacing(folder, OWN_FILES) as new:
         library_of(parts.model).save(parts.model, new, max_shard_size)
         _write_weights(parts, new, max_shard_size)
-        _write_description(parts, new)
+        _write_description(parts, new, folder)
         write_card(parts, new, previous=folder, name=name, figures=figures)
 
 
@@ -112,7 +113,7 @@ def finish(
         for file in weights:
             link(file.resolve(), new / file.name)
         library_of(parts.model).save_config(parts.model, new)
-        _write_description(parts, new, known)
+        _write_description(parts, new, folder, known)
         write_card(parts, new, previous=folder)
 
 
@@ -147,13 +148,18 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
     )
 
 
-def _write_description(parts: RetexParts, folder: Path, known: Mapping[str, manifest.FileRecord] | None = None) -> None:
-    """All files that are small: what the folder is, how tasks are recovered and identified, tokenizers.
+def _write_description(
+    parts: RetexParts, folder: Path, previous: Path, known: Mapping[str, manifest.FileRecord] | None = None
+) -> None:
+    """Write all files that are small: what the folder is, how tasks are recovered and identified, tokenizers.
 
-    The configuration comes last, because it records all the others (besides the card, which people edit).
+    The configuration comes last, because it records all the others (besides the card, which people edit). Tokenizers
+    come from where the model came from, or else lie in the `previous` folder. Where that is an artifact, they must be
+    as it records them; a file that was added there is not recorded by the way.
     """
-    if parts.side_folder is not None:
-        copy_side_files(parts.side_folder, folder)
+    for source in (parts.side_folder, previous if previous.is_dir() else None):
+        if source is not None:
+            copy_side_files(source, folder, None if parts.unverified else recorded_side_files(source))
     section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
     if parts.signatures is not None:
         signatures = parts.signatures

@@ -89,14 +89,18 @@ class ArtifactFiles(FolderFiles):
 
 def _read_weights(folder: Path, records: Mapping[str, FileRecord]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Read weights once: what was compared is what is used. One file after the other, because of each there are two
-    copies for a moment."""
+    copies for a moment.
+
+    Tensors are copied into memory of torch's own, which is aligned: results depend on that in their last bit.
+    """
     size = sum(found.size for found in records.values())
     with tqdm(
         desc="Reading files", total=size, unit="B", unit_scale=True, delay=SECONDS_WITHOUT_BAR, leave=False
     ) as bar:
         for name, found in records.items():
             try:
-                yield name, load_safetensors(manifest.read_verified(folder, name, found))
+                read = load_safetensors(manifest.read_verified(folder, name, found))
             except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
                 raise ArtifactError(f"{folder / name} is not a valid safetensors file: {error}.") from None
+            yield name, {key: read.pop(key).clone() for key in list(read)}
             bar.update(found.size)

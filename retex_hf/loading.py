@@ -141,16 +141,23 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     files = list(side_files(folder))
     check_links(files, folder, ArtifactError)
     there = {file.relative_to(folder).as_posix(): file for file in files}
-    if not (folder / CONFIG_NAME).exists():
+    records = recorded_side_files(folder)
+    if records is None:
         return {name: read_file(file, ArtifactError) for name, file in there.items()}
-    _, section = read_description(folder)
-    records = {name: found for name, found in read_manifest(folder, section).items() if is_side_file(name)}
     if stray := sorted(there.keys() - records.keys()):
         raise ArtifactError(
             f"{folder / stray[0]} would be read with the artifact, but {CONFIG_NAME} does not list it: remove it, or, "
             f"if it is meant, record it with `retex verify {folder} --record`."
         )
     return {name: manifest.read_verified(folder, name, found) for name, found in records.items()}
+
+
+def recorded_side_files(folder: Path) -> dict[str, manifest.FileRecord] | None:
+    """Return the records of an artifact's tokenizer and processor files; None where a folder is no artifact."""
+    if not (folder / CONFIG_NAME).exists():
+        return None
+    _, section = read_description(folder)
+    return {name: found for name, found in read_manifest(folder, section).items() if is_side_file(name)}
 
 
 def check_numbers(source: Source) -> None:
@@ -185,7 +192,9 @@ def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
 
 def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
     try:
-        model = library.load(folder, files.weights(library.WEIGHTS_STEM), files=files, **load_options)
+        weights = files.weights(library.WEIGHTS_STEM)
+        # Weights in memory are used by nobody else; mapped ones would change with their file.
+        model = library.load(folder, weights, files=files, copy=not files.tensors, **load_options)
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)

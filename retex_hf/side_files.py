@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from . import manifest
 from .checkpoints import Source
 from .checkpoints.locate import CODE
 from .errors import CheckpointError, first_line, shorten
+from .manifest import FileRecord
 from .reading import check_links, read_json
 
 logger = logging.getLogger(__name__)
@@ -45,20 +47,28 @@ def is_side_file(name: str) -> bool:
     return any(fnmatchcase(file, pattern) for of in patterns for pattern in of)
 
 
-def copy_side_files(source: Path, folder: Path) -> None:
-    """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code."""
+def copy_side_files(source: Path, folder: Path, records: Mapping[str, FileRecord] | None = None) -> None:
+    """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code.
+
+    With `records`, only the files that are recorded are copied, and must be as recorded.
+    """
     if not source.is_dir():
         logger.warning(
             "%s is gone, and so is the tokenizer or processor that may have been there: save it again.", source
         )
         return
-    files = list(side_files(source))
-    check_links(files, source, CheckpointError)
-    for file in files:
-        target = folder / file.relative_to(source)
+    files = {file.relative_to(source).as_posix(): file for file in side_files(source)}
+    if records is not None:
+        files = {name: file for name, file in files.items() if name in records}
+    check_links(files.values(), source, CheckpointError)
+    for name, file in files.items():
+        target = folder / name
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
+            if records is None:
+                shutil.copyfile(file, target)
+            else:
+                target.write_bytes(manifest.read_verified(source, name, records[name]))
 
 
 def find_side_folder(sources: Iterable[Source]) -> Path | None:

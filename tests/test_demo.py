@@ -308,8 +308,8 @@ def test_the_page_asks_nobody_else_and_answers_one_at_a_time(classifier):
 
 
 def test_launch_passes_its_options_on(tmp_path, monkeypatch):
-    signed_classifier().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
+    signed_classifier().save_pretrained(tmp_path)
     seen = {}
     monkeypatch.setattr(gr.Blocks, "launch", lambda page, **options: seen.update(options, title=page.title))
     launch(tmp_path, server_port=7000, share=True, revision=None, model_options={"expert_cache": 0})

@@ -54,10 +54,10 @@ def text_model(tmp_path_factory) -> tuple[Path, RetexModel, Preprocessor]:
     """An artifact in a folder, as it loads from there; one of its tasks and one of its labels are HTML."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("artifact")
+    make_tokenizer().save_pretrained(folder)
     signed_classifier(names={"green": EVIL_TASK}, labels={"red": {0: EVIL_LABEL, 1: EVIL_LABEL}}).save_pretrained(
         folder
     )
-    make_tokenizer().save_pretrained(folder)
     model = RetexModel.from_pretrained(folder)
     return folder, model, load_preprocessor(folder, model.model)
 

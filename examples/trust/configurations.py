@@ -169,7 +169,7 @@ def _places(config_class: type, values: Mapping[str, Any], place: tuple[str, ...
     for key, value in values.items():
         if isinstance(value, Mapping) and ("model_type" in value or key in SECTIONS):
             kind = value.get("model_type")
-            yield from _places(CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else object, value, (*place, key))
+            yield from _places(CONFIG_MAPPING.get(kind, object), value, (*place, key))
     if not place:
         for key in SECTIONS:
             if not isinstance(values.get(key), Mapping):

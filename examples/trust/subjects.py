@@ -114,6 +114,6 @@ def make_model(family: str = "bert", tasks: tuple[str, ...] = TASKS, **config: o
 
 def make_artifact(folder: Path, family: str = "bert", **config: object) -> Path:
     """The same as a folder, with its tokenizer."""
-    make_model(family, **config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    make_model(family, **config).save_pretrained(folder)
     return folder

@@ -34,7 +34,7 @@ from ..errors import CheckpointError, brief, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
 from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
-from .untrusted_config import check_options, vet_transformers_config
+from .untrusted_config import check_options, vet_generation_config, vet_transformers_config
 
 NAME = "transformers"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -89,8 +89,7 @@ class _Description:
         config_class = getattr(model_class, "config_class", None) or _config_class(values, path)
         generation = None
         if files.has(GENERATION_CONFIG):
-            path_of_settings = files.folder / GENERATION_CONFIG
-            generation = vet_transformers_config(files.json(GENERATION_CONFIG), path_of_settings, None)
+            generation = vet_generation_config(files.json(GENERATION_CONFIG), files.folder / GENERATION_CONFIG)
         return cls(path, name, model_class, vet_transformers_config(values, path, config_class), generation)
 
     def config(self) -> PreTrainedConfig:
@@ -114,14 +113,11 @@ class _Description:
         path = self.path.with_name(name)
         try:
             with contained(path), private_copy({name: values}) as folder:
-                config = GenerationConfig.from_pretrained(folder, **own)
-                if self.generation is not None:
-                    config.validate()
+                return GenerationConfig.from_pretrained(folder, **own)
         except CheckpointError:
             raise
         except Exception as error:  # whatever a foreign file makes transformers raise
             raise CheckpointError(f"{path} holds settings that do not go together: {first_line(error)}") from error
-        return config
 
 
 def _config_class(values: dict[str, Any], path: Path) -> type[PreTrainedConfig]:
@@ -134,7 +130,13 @@ def _config_class(values: dict[str, Any], path: Path) -> type[PreTrainedConfig]:
 
 
 def load(
-    folder: Path, source: Source, *, files: FolderFiles | None = None, strict: bool = True, **kwargs: Any
+    folder: Path,
+    source: Source,
+    *,
+    files: FolderFiles | None = None,
+    copy: bool = True,
+    strict: bool = True,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a folder's weights (`source`) into the class it was saved from.
 
@@ -142,10 +144,11 @@ def load(
         folder: Where the configuration lies.
         source: The weights. transformers gets the tensors, and no name of a file.
         files: The files beside the weights; default: those on the disk.
+        copy: Copy the tensors, so that writing to the model does not write to the source.
         strict: Refuse weights that are not all there.
         kwargs: Go to transformers' own `from_pretrained`.
     """
-    tensors = {name: source.read(name) for name in source.infos}
+    tensors = {name: source.read(name).clone() if copy else source.read(name) for name in source.infos}
     return _load(_Description.read(files or FolderFiles(folder)), tensors, strict, kwargs)
 
 

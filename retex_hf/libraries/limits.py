@@ -31,6 +31,9 @@ COUNT = re.compile(
 )
 # No count of a real model comes near, and this many of anything small are made in a moment.
 HARMLESS_COUNT = 100_000
+# Sizes of square matrices of complex numbers that a model computes when it is made, whatever the device (FNet).
+SQUARED = {"tpu_short_seq_length"}
+BYTES_PER_COMPLEX = 16
 # Modules and parameters that a model has for every tensor in its files; tied, fused and weightless ones count too.
 PIECES_PER_TENSOR, HARMLESS_PIECES = 100, 10_000
 # Constants that a model computes for itself (positions, masks), in bytes.
@@ -49,6 +52,8 @@ def check_counts(path: Path, values: Any, source: Source, keys: re.Pattern[str] 
         elif isinstance(value, (list, tuple)):
             for entry in value:
                 walk(entry, key)
+        elif key in SQUARED and isinstance(value, int) and BYTES_PER_COMPLEX * value**2 > HARMLESS_BUFFERS:
+            raise CheckpointError(f"{path}: {key!r} is {brief(value)}; its square takes more memory than the weights.")
         elif isinstance(value, int) and keys.search(key) and value > limit:  # nothing can be counted by a float
             raise CheckpointError(f"{path}: {key!r} is {brief(value)}; the weights leave room for {limit} at most.")
 

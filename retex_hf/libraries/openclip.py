@@ -44,13 +44,14 @@ def load(
     source: Source,
     *,
     files: FolderFiles | None = None,
+    copy: bool = True,
     strict: bool = True,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the model it describes, and remember its configuration.
 
-    OpenCLIP gets the tensors, and no name of a file. It is always strict.
+    OpenCLIP gets the tensors, and no name of a file. It is always strict, and always copies.
     """
     if options:
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
@@ -84,9 +85,7 @@ def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
     options |= {"load_weights": False, "pretrained_text": False, **text_tower(config, path)}
     try:
         with contained(path), private_copy({CONFIG: config}) as copy, _no_warning_of_missing_weights():
-            return open_clip.create_model(
-                f"local-dir:{copy}", load_weights=False, pretrained_text=False, **options
-            ).eval()
+            return open_clip.create_model(f"local-dir:{copy}", **options).eval()
     except CheckpointError:
         raise
     except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached

@@ -59,6 +59,20 @@ LONGEST_WORD = 200
 # What OpenCLIP's own configurations tell its tokenizers; it hands anything else to transformers, as an option.
 TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
 FINDS_FILES = "configuration_files"
+# Settings of `generate` that count something: the smallest number that makes sense, and one beyond all reason.
+COUNTS = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "max_new_tokens"), 1),
+    **dict.fromkeys(
+        ("max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        0,
+    ),
+}
+MOST = {"num_beams": 1_000, "num_beam_groups": 1_000, "num_return_sequences": 1_000}
+MOST_OF_ANYTHING = 10_000_000
+NUMBERS = (
+    "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "length_penalty", "diversity_penalty", "guidance_scale", "max_time", "penalty_alpha",
+)  # fmt: skip
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -78,6 +92,20 @@ def vet_transformers_config(values: Mapping[str, Any], path: Path, config_class:
     if FINDS_FILES in values:
         raise CheckpointError(f"{path} names other configuration files under {FINDS_FILES!r}: expected none.")
     return _vetted(values, path, config_class)
+
+
+def vet_generation_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the part of a `generation_config.json` that transformers may read; numbers must be numbers."""
+    for key in values.keys() & COUNTS.keys():
+        value, least, most = values[key], COUNTS[key], MOST.get(key, MOST_OF_ANYTHING)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if value is not None and not is_count:
+            raise CheckpointError(f"{path} has {key}={brief(value)}: expected a number from {least} to {most}.")
+    for key in values.keys() & set(NUMBERS):
+        value = values[key]
+        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+            raise CheckpointError(f"{path} has {key}={brief(value)}: expected a number.")
+    return vet_transformers_config(values, path, None)
 
 
 def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -133,17 +133,45 @@ def test_a_file_of_another_model_of_the_same_shapes_is_named(folder, name):
         RetexModel.from_pretrained(folder)
 
 
-def test_a_tokenizer_may_be_saved_later_but_a_recorded_one_is_checked(folder):
+def test_a_recorded_tokenizer_is_checked(folder):
     model = RetexModel.from_pretrained(folder)
     load_preprocessor(folder, model.model)
     edit_json(folder / "tokenizer_config.json", model_max_length=7)
     RetexModel.from_pretrained(folder)
-    with pytest.raises(ArtifactError, match=r"tokenizer_config\.json is not the file"):
-        load_preprocessor(folder, model.model)
-    model.save_description(folder)
+    for use in (lambda: load_preprocessor(folder, model.model), lambda: model.save_description(folder)):
+        with pytest.raises(ArtifactError, match=r"tokenizer_config\.json is not the file"):
+            use()
+    RetexModel.from_pretrained(folder, verify=False).save_description(folder)
     assert load_preprocessor(folder, model.model)(texts("red", 1))["input_ids"].shape == (1, 4)
-    (folder / "chat_template.jinja").write_text("later")
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "special_tokens_map.json", "processor_config.json", "other_tokenizer/vocab.txt"]
+)
+def test_a_tokenizer_file_that_was_added_is_a_mismatch(folder, tmp_path, name):
+    """It would be read with the others, and change what the model is given; nothing records it by the way."""
+    model = RetexModel.from_pretrained(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    model = RetexModel.from_pretrained(folder)  # which reads no tokenizer
+    for use in (lambda: load_preprocessor(folder, model.model), lambda: verify(folder)):
+        with pytest.raises(ArtifactError, match=f"{name} would be read with the artifact, but"):
+            use()
+    model.save_description(folder)
+    model.save_pretrained(tmp_path / "copy")
+    with pytest.raises(ArtifactError, match="would be read with the artifact"):
+        load_preprocessor(folder, model.model)
+    assert not (tmp_path / "copy" / name).exists()
+    RetexModel.from_pretrained(folder, verify=False).save_description(folder)
     load_preprocessor(folder, model.model)
+
+
+def test_a_tokenizer_that_was_there_first_is_recorded(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    load_preprocessor(tmp_path, model.model)
 
 
 @pytest.mark.parametrize("stray", [name for name in STRAYS if name != "retex_pretrained.safetensors"])
