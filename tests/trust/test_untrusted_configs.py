@@ -54,6 +54,8 @@ def composite(tokenizer: Any) -> tf.EncoderDecoderModel:
     config = tf.EncoderDecoderConfig.from_encoder_decoder_configs(tf.BertConfig(**sizes), tf.BertConfig(**sizes))
     config.decoder_start_token_id, config.pad_token_id = 2, 0
     model = tf.EncoderDecoderModel(config).eval()
+    for parameter in model.parameters():  # which this class leaves as the memory was
+        torch.nn.init.normal_(parameter, std=0.2)
     separate(model, tokenizer)
     return model
 
@@ -82,7 +84,7 @@ def name_code(places: dict[str, Path], kind: str, code: str) -> None:
     """Let the decoders' configurations name code."""
     for folder in places.values():
         names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), code)
-        edit(folder / "config.json", "decoder", auto_map=names, model_type=kind)
+        edit(folder / "config.json", "decoder", auto_map=names, model_type=kind, _name_or_path=str(folder))
     reseal(places["artifact"])
 
 
