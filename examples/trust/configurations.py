@@ -56,7 +56,8 @@ KEYS = (
 )  # fmt: skip
 # Nested sections in which libraries look for options.
 SECTIONS = ("model_args", "backbone_kwargs", "text_config", "vision_config", "backbone_config", "decoder", "encoder")
-SHORT = ("EncoderDecoderModel", "DetrForObjectDetection", "TimmWrapperModel", "LlavaForConditionalGeneration")
+CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoBackbone", "AutoModelForSeq2SeqLM")
+SHORT = ("EncoderDecoderModel", "TimmWrapperModel")
 SIZES = re.compile(r"(num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth)$")
 BOMBS = (100_000, 10**9, 2**40)
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
@@ -142,20 +143,26 @@ def cases(
     """Spoil a configuration: kind, description, the whole configuration."""
     evil = str(outside / "evil")
     texts = [
-        f"{evil}.safetensors", evil, os.path.relpath(f"{evil}.json"), "gpt2", "org/repo", "hf-hub:org/repo",
-        "resnet50", f"local-dir:{evil}", "http://127.0.0.1:9/x.safetensors", "evil--evil.Evil",
+        f"{evil}.safetensors", evil, os.path.relpath(f"{evil}.json"), "org/repo", "hf-hub:org/repo",
+        f"local-dir:{evil}", "http://127.0.0.1:9/x.safetensors", "evil--evil.Evil",
+        draw.choice(("gpt2", "bert-base-uncased", "resnet50")),
     ]  # fmt: skip
     shapes = {
-        "auto_map": [{name: text for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")} for text in texts],
+        "auto_map": [{name: text for name in CODE} for text in texts],
         "configuration_files": [[text] for text in texts],
         "pretrained_cfg": [{"file": text, "url": text, "hf_hub_id": text, "source": "hf-hub"} for text in texts],
         "quantization_config": [{"quant_method": "gptq", "bits": 4, "path": text} for text in texts],
     }
     for place, fields in _places(cls.config_class, values):
         for key in sorted({*KEYS, *fields}):
-            choices = shapes.get(key, texts)
-            value = draw.choice(choices)
-            yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
+            for value in shapes.get(key, texts):
+                yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
+        if place and "model_type" in _at(values, place):
+            # Of a class that does not fit there, so that transformers would look for the code.
+            for kind in ("vit", "gpt2", "t5", "wav2vec2", "evil"):
+                code = {name: "evil.Evil" for name in CODE}
+                spoilt = {"auto_map": code, "model_type": kind, "_name_or_path": str(outside)}
+                yield "name", f"{'.'.join(place)}: code, and type {kind}", _with_all(values, place, spoilt)
         numbers = [key for key, value in _at(values, place).items() if isinstance(value, int) and value is not True]
         for key in draw.sample(sorted(numbers), min(2, len(numbers))):
             value = draw.choice(BOMBS)
@@ -183,13 +190,17 @@ def _at(values: Any, place: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _with(values: dict[str, Any], place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    return _with_all(values, place, {key: value})
+
+
+def _with_all(values: dict[str, Any], place: tuple[str, ...], entries: dict[str, Any]) -> dict[str, Any]:
     spoilt = deepcopy(values)
     inner = spoilt
     for name in place:
         if not isinstance(inner.get(name), dict):
             inner[name] = {}
         inner = inner[name]
-    inner[key] = value
+    inner |= entries
     return spoilt
 
 
