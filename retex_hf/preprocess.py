@@ -18,6 +18,7 @@ from .config import CONFIG_NAME
 from .errors import ArtifactError, InputError, first_line
 from .libraries import library_of, openclip
 from .loading import check_side_files
+from .paths import as_path
 
 TEXT, IMAGE = "text", "image"
 
@@ -65,7 +66,7 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
         model: The wrapped model; it decides between texts and images.
         max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     if (folder / CONFIG_NAME).exists():
         check_side_files(folder)
     if library_of(model) is openclip:
