@@ -82,18 +82,18 @@ def check_movable(folder: str | Path) -> Path:
     path = check_target(folder)
     if path.is_mount():
         raise ArtifactError(f"{path} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
-    _check_writable(path.parent, " (A folder is written beside the one that it replaces.)")
-    if path.exists():
-        _check_writable(path)
+    _check_writable(path)
     return path
 
 
-def _check_writable(folder: Path, note: str = "") -> None:
-    """Refuse a folder that may not be written now, not after the work."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
-        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
-        raise WriteError(f"{folder} cannot be written: {reason}.{'' if read_only else note}")
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that may not be replaced now, not after the work."""
+    note = " (A folder is written beside the one that it replaces.)"
+    for place, why in ((folder.parent, note), (folder, "")):
+        if os.path.lexists(place) and not os.access(place, os.W_OK | os.X_OK):
+            if hasattr(os, "statvfs") and os.statvfs(place).f_flag & os.ST_RDONLY:
+                raise WriteError(f"{folder} cannot be written: {os.strerror(errno.EROFS)}.")
+            raise WriteError(f"{place} cannot be written: {os.strerror(errno.EACCES)}.{why}")
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -337,6 +337,8 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
         name = _interrupted(parent, target) if resume else None
         if name is not None and _identity(parent.path / name) != identity:
             name = None
+        if name is None:
+            begun.forget(target)  # first: what is cleared by halves must not be resumed
         _clear_left(parent, target.name, BUILDING, keep=name)
         if name is None:
             name = _make_staging(parent, target.name, BUILDING)
@@ -377,7 +379,7 @@ def _identity(place: Path) -> Any:
 
 
 def _end_build(parent: OpenFolder, target: Path, name: str) -> None:
-    begun.forget(target)  # first: what is cleared by halves must not be resumed
+    begun.forget(target)
     _remove_or_say(parent, name)
 
 
