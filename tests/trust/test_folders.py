@@ -279,7 +279,7 @@ def test_a_build_that_was_cleared_away_by_halves_is_not_resumed(target, monkeypa
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(OpenFolder, "remove", killed)
-        with workshop(target, {"of": "one"}, True):
+        with workshop(target, {"of": "another"}, True):
             pass
     assert (left / "artifact" / "weights").exists()
     with workshop(target, {"of": "one"}, True) as place:
