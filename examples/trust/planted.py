@@ -292,8 +292,8 @@ def names_of(job: Job, place: Place, user: int) -> list[str]:
 class Grounds:
     """Where trials are done: a folder that is made anew for each, precious files beside it, and what all start from."""
 
-    def __init__(self, work: Path, hub: Path, user: int) -> None:
-        self.work, self.hub, self.user = work, hub, user
+    def __init__(self, work: Path, hub: Path) -> None:
+        self.work, self.hub, self.user = work, hub, os.geteuid()
         self.shared, self.precious = work / "shared", work / "precious"
         self.folder = work / "trial"
         # Records of begun builds are among the names, too.
@@ -308,6 +308,12 @@ class Grounds:
             killed.wait(killed.fork(job, place, at_change=self.middle))
         make_precious(self.precious)
         return place
+
+    def be_of(self, user: int) -> None:
+        """Have the jobs done as a user, who may read what all trials start from."""
+        self.user = user
+        if user != os.geteuid():
+            give(self.work, user)
 
     def give(self, place: Place) -> None:
         """Let all that may be touched belong to the user who does the jobs."""
@@ -386,44 +392,58 @@ class Grounds:
             raise AssertionError(f"what a link leads to was read in: {copies}")
 
 
-def run(work: Path, hub: Path, plan: dict[str, int | None], user: int, seed: int) -> None:
-    """Do all trials of a plan, `{job: trials}` (None: all names, all that can be planted), a line of JSON for each."""
+def draw(names: set[str], count: int | None, seed: str) -> list[tuple[str, str]]:
+    """What to plant where: so many cases, two of three beside the target; None: everything, at every name."""
+    cases = [(name, form) for name in sorted(names) for form in PLANTS]
+    if count is None:
+        return cases
+    within = [case for case in cases if case[0].startswith("artifact/")]
+    beside = [case for case in cases if case not in within]
+    chosen = random.Random(seed)
+    return chosen.sample(beside, count - count // 3) + chosen.sample(within, count // 3)
+
+
+def run(work: Path, hub: Path, plan: dict[str, int | None], users: list[int], seed: int) -> None:
+    """Do all trials of a plan, `{job: trials}` (see `draw`), as every user, and print a line of JSON for each."""
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0
-    grounds = Grounds(work, hub, user)
-    if "push" in plan:
+    grounds = Grounds(work, hub)
+    if {"push", "export"} & set(plan):
         killed.prepare(grounds.shared)
     else:
         killed.prepare_folders(grounds.shared)
-        RetexModel.from_pretrained(grounds.shared / "previous").export_lora("green", grounds.shared / "adapter")
-    if user != os.geteuid():
-        give(grounds.shared, user)
-    grounds.prepare_resuming()
-    kept = snapshot(grounds.shared)
-    for name, count in plan.items():
-        used = dict.fromkeys((NAMES_OF.get(name, name), name))
-        for one in used if user != os.geteuid() else ():
-            grounds.warm(one)
-        names: set[str] = set()
-        for one in used:
-            found, expected = grounds.learn(one)
-            names |= set(found)
-        cases = [(planted, form) for planted in sorted(names) for form in PLANTS]
-        if count is not None:
-            cases = random.Random(f"{seed} {name}").sample(cases, count)
-        for planted, form in cases:
-            result: dict[str, str | None] = {"job": name, "form": form, "problem": None}
-            try:
-                result["outcome"] = grounds.trial(name, planted, form, expected)
-            except Exception as error:
-                described = f"{form} at {planted}: {type(error).__name__}: {error}"
-                result |= {"outcome": "problem", "problem": described}
-            print(json.dumps(result), flush=True)
-    if snapshot(grounds.shared) != kept:
-        raise RuntimeError("what all trials start from was changed by one of them")
+    if "resumed build" in plan:
+        grounds.prepare_resuming()
+    for user in users:
+        grounds.be_of(user)
+        kept = snapshot(grounds.shared)
+        for name, count in plan.items():
+            for planted, form, expected in _cases(grounds, name, count, seed):
+                result: dict[str, Any] = {"job": name, "user": user, "problem": None}
+                try:
+                    result["outcome"] = grounds.trial(name, planted, form, expected)
+                except Exception as error:
+                    described = f"{form} at {planted}: {type(error).__name__}: {error}"
+                    result |= {"outcome": "problem", "problem": described}
+                print(json.dumps(result), flush=True)
+        if snapshot(grounds.shared) != kept:
+            raise RuntimeError("what all trials start from was changed by one of them")
+
+
+def _cases(grounds: Grounds, name: str, count: int | None, seed: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What to plant where in the trials of a job, and what its artifact answers undisturbed."""
+    used = dict.fromkeys((NAMES_OF.get(name, name), name))
+    for one in used if grounds.user != os.geteuid() else ():
+        grounds.warm(one)
+    names: set[str] = set()
+    for one in used:
+        found, expected = grounds.learn(one)
+        names |= set(found)
+    for planted, form in draw(names, count, f"{seed} {name}"):
+        yield planted, form, expected
 
 
 if __name__ == "__main__":
-    work_dir, hub_dir, chosen, given_user, given_seed = sys.argv[1:]
-    run(Path(work_dir), Path(hub_dir), json.loads(chosen), int(given_user), int(given_seed))
+    work_dir, hub_dir, chosen_plan, chosen_users, given_seed = sys.argv[1:]
+    run(Path(work_dir), Path(hub_dir), json.loads(chosen_plan), json.loads(chosen_users), int(given_seed))
