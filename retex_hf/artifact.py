@@ -47,7 +47,7 @@ from .side_files import copy_side_files
 
 
 def write(
-    parts: RetexParts, folder: Path, max_shard_size: str | int, *, name: str | None = None, figures: bool = False
+    parts: RetexParts, folder: str | Path, max_shard_size: str | int, *, name: str | None = None, figures: bool = False
 ) -> None:
     """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept.
 
@@ -55,14 +55,19 @@ def write(
     """
     folder = check_replaceable(folder)
     with replacing(folder, OWN_FILES) as new:
-        library_of(parts.model).save(parts.model, new, max_shard_size)
-        _write_weights(parts, new, max_shard_size)
-        _write_description(parts, new, folder)
+        write_plain(parts, new, max_shard_size, previous=folder)
         write_card(parts, new, previous=folder, name=name, figures=figures)
 
 
-def check_replaceable(folder: Path) -> Path:
-    """The absolute path of a folder to save into; one that holds a model of its own, and no artifact, is refused."""
+def write_plain(parts: RetexParts, folder: Path, max_shard_size: str | int, *, previous: Path | None = None) -> None:
+    """Write all of an artifact but its card into an empty folder, which takes the place of a `previous` one."""
+    library_of(parts.model).save(parts.model, folder, max_shard_size)
+    _write_weights(parts, folder, max_shard_size)
+    _write_description(parts, folder, previous)
+
+
+def check_replaceable(folder: str | Path) -> Path:
+    """Return the absolute path of a folder to save into. One with a model of its own, and no artifact, is refused."""
     folder = check_movable(folder)
     if not (folder / CONFIG_NAME).exists():
         found = sorted(file.name for pattern in (*OWN_FILES, *FOREIGN_MODELS) for file in folder.glob(pattern))
@@ -74,26 +79,32 @@ def check_replaceable(folder: Path) -> Path:
     return folder
 
 
-def rewrite_description(parts: RetexParts, folder: Path) -> None:
+def rewrite_description(parts: RetexParts, folder: str | Path) -> None:
     """Write again all that is small in a folder; its weights stay as they are, and must be those of `parts`."""
     folder = check_target(folder)
-    _, section = read_description(folder, verify=not parts.unverified)
+    # The tokenizer in there may be newer than the one that the model was built with.
+    carry_over(dataclasses.replace(parts, side_folder=folder), folder, folder)
+
+
+def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
+    """Write a folder with the weights of another one, `source`, which must be those of `parts`; see `write`."""
+    _, section = read_description(source, verify=not parts.unverified)
     if any(section.get(key) != value for key, value in described_weights(parts).items()):
-        raise ArtifactError(f"{folder} holds the weights of another model: save this one as a whole.")
+        raise ArtifactError(f"{source} holds the weights of another model: save this one as a whole.")
     weights = [
         file
         for pattern in OWN_FILES
-        for file in folder.glob(pattern)
+        for file in source.glob(pattern)
         if ".safetensors" in file.suffixes and not file.name.startswith(SIGNATURES)
     ]
+    for file in weights:
+        manifest.check_file(source, file.name)
     # Of a model that was read unchecked nobody knows whether its files are still those that were recorded.
-    known = {} if parts.unverified else read_manifest(folder, section)
-    # The tokenizer in there may be newer than the one that the model was built with.
-    parts = dataclasses.replace(parts, side_folder=folder)
+    known = {} if parts.unverified else read_manifest(source, section)
     finish(parts, weights, folder, {file.name: known[file.name] for file in weights if file.name in known})
 
 
-def rewrite_card(parts: RetexParts, folder: Path) -> None:
+def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
     """Write the card and its figures again; everything else in the folder stays as it is."""
     folder = check_target(folder)
     with replacing(folder) as new:
@@ -110,11 +121,23 @@ def finish(
     `known` are records of weights that were taken before.
     """
     with replacing(folder, OWN_FILES) as new:
-        for file in weights:
-            link(file.resolve(), new / file.name)
-        library_of(parts.model).save_config(parts.model, new)
-        _write_description(parts, new, folder, known)
+        assemble(parts, weights, new, known, previous=folder)
         write_card(parts, new, previous=folder)
+
+
+def assemble(
+    parts: RetexParts,
+    weights: Iterable[Path],
+    folder: Path,
+    known: Mapping[str, manifest.FileRecord] | None = None,
+    *,
+    previous: Path | None = None,
+) -> None:
+    """Write all of an artifact but its card into an empty folder; see `finish` and `write_plain`."""
+    for file in weights:
+        link(file.resolve(), folder / file.name)
+    library_of(parts.model).save_config(parts.model, folder)
+    _write_description(parts, folder, previous, known)
 
 
 def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
@@ -149,7 +172,7 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
 
 
 def _write_description(
-    parts: RetexParts, folder: Path, previous: Path, known: Mapping[str, manifest.FileRecord] | None = None
+    parts: RetexParts, folder: Path, previous: Path | None, known: Mapping[str, manifest.FileRecord] | None = None
 ) -> None:
     """Write all files that are small: what the folder is, how tasks are recovered and identified, tokenizers.
 
@@ -157,8 +180,8 @@ def _write_description(
     come from where the model came from, or else lie in the `previous` folder. Where that is an artifact, they must be
     as it records them; a file that was added there is not recorded by the way.
     """
-    for source in (parts.side_folder, previous if previous.is_dir() else None):
-        if source is not None:
+    for source in (parts.side_folder, previous):
+        if source is not None and (source == parts.side_folder or source.is_dir()):
             copy_side_files(source, folder, None if parts.unverified else recorded_side_files(source))
     section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
     if parts.signatures is not None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +35,7 @@ from .expert_weights import ExpertWeights
 from .libraries import hf_transformers, library_of, openclip
 from .merged import copy_on_meta, resize_tensors
 from .merging import merge_methods, options_to_learn
+from .paths import as_path
 from .recipe import PACKAGES, describe_build
 from .recovery import TrainingConfig
 from .store import tensor_bytes
@@ -256,7 +256,7 @@ def merge_checkpoint(config: RetexConfig) -> str | None:
     merge = config.merge
     if isinstance(merge, dict) or merge in merge_methods():
         return None
-    return merge if "/" in merge or ":" in merge or Path(merge).exists() else None
+    return merge if "/" in merge or ":" in merge or as_path(merge, ConfigError).exists() else None
 
 
 def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:

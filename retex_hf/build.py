@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from . import artifact
+from . import artifact, loading
 from .blueprint import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
 from .calibration import Calibration, CalibrationData, read_calibration
 from .checkpoints import (
@@ -24,12 +24,13 @@ from .checkpoints import (
     check_range,
     open_source,
     read_finite,
+    typed_path,
 )
 from .config import RetexConfig, matches
 from .description import head_key
 from .errors import ArtifactError, CheckpointError, ConfigError
 from .estimate import BuildEstimate
-from .folders import workshop, workshop_of
+from .folders import emptied, interrupted_build, together, workshop
 from .merged import FileTensors, MergedTensors, ModelTensors
 from .merging import Merger, check_calibration, get_merger, learn_options
 from .parts import RetexParts
@@ -50,6 +51,7 @@ from .store import FolderStore, MemoryStore, Store
 
 MERGING, LEARNING = "Merging", "Learning the merge"
 SOLVERS = ("closed_form", "adam")
+BUILT = "built"
 
 
 def build(
@@ -95,18 +97,26 @@ def build_folder(
     max_shard_size: str | int = "5GB",
     resume: bool = True,
     progress: bool = True,
+    publish: Callable[[RetexParts, Path | None], None] | None = None,
     **prepare_options: Any,
-) -> None:
+) -> Path:
     """Merge the experts and find the recovery of each, parameter by parameter, straight into a folder.
 
     The folder is the one that building in memory and saving would give, tensor by tensor. Memory does not grow with the
     model's depth, but with its largest tensor. It is built beside `output_dir` and moved into place at the end. Killed
     and started again, the build continues (unless `resume` is False, or something it depends on has changed).
     `solver="adam"` trains in memory, and saves. A merge that is learned from data is learned in memory, once.
+
+    With `publish`, what was built is not moved into place: the main process calls `publish(parts, folder)`, to make
+    something of it and write that. Weights that are on the disk already lie in `folder`. So several steps are one
+    replacement, and a kill at any moment leaves `output_dir` as it was, or as it should be.
+
+    Returns:
+        The absolute path of the folder.
     """
     _check_solver(solver, training)
     _check_calibration(config, calibration, readout)
-    target = artifact.check_replaceable(Path(output_dir))
+    target = artifact.check_replaceable(output_dir)
     _check_apart(target, base, experts, config)
     main = accelerator is None or accelerator.is_main_process
     if solver == "adam":
@@ -123,12 +133,15 @@ def build_folder(
             keep_state=True,
             **prepare_options,
         )
-        if main:
+        if main and publish is not None:
+            publish(parts, None)
+        elif main:
             artifact.write(parts, target, max_shard_size)
+        if main:
             clear_state(training or TrainingConfig())
         if accelerator is not None:
             accelerator.wait_for_everyone()
-        return
+        return target
     blueprint = prepare(base, experts, config, on_meta=True, **prepare_options)
     stems = artifact.stems(blueprint.library, max_shard_size)
     estimate = blueprint.estimate()
@@ -141,7 +154,7 @@ def build_folder(
     if calibration is not None:
         data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
         identity["calibration"] = data.fingerprint()
-    with workshop(target, identity, resume, accelerator) as place:
+    with together(accelerator, lambda: workshop(target, identity, resume)) as place:
         folder = place / "artifact"
         folder.mkdir(exist_ok=True)
         store = FolderStore(folder, place, stems, accelerator)
@@ -157,8 +170,13 @@ def build_folder(
         store.sync()
         if accelerator is not None:
             accelerator.wait_for_everyone()
-        if main:
+        if main and publish is None:
             artifact.finish(parts, store.files, target)
+        elif main:
+            built = emptied(place / BUILT)  # a kill may have left half of it
+            artifact.assemble(parts, store.files, built)
+            publish(dataclasses.replace(loading.read(built), side_folder=parts.side_folder), built)
+    return target
 
 
 def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
@@ -167,7 +185,7 @@ def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: Re
     sources = {"the base": base, "the merged checkpoint": merge_checkpoint(config)}
     for label, spec in {**sources, **{f"expert {task!r}": expert for task, expert in experts.items()}}.items():
         if isinstance(spec, (str, Path)):
-            path = Path(str(spec).removeprefix("local-dir:")).expanduser().resolve()
+            path = typed_path(str(spec), label).resolve()
             if target in (path, path.parent if path.is_file() else path):
                 raise ArtifactError(f"{target} is where {label} is: expected another folder for the artifact.")
 
@@ -218,7 +236,8 @@ def _learn_merge(
 
 def _check_disk(estimate: BuildEstimate, target: Path) -> None:
     # What an interrupted build has taken already is either used or cleared away.
-    taken = sum(file.stat().st_blocks * 512 for file in workshop_of(target).rglob("*") if file.is_file())
+    left = interrupted_build(target)
+    taken = 0 if left is None else sum(file.lstat().st_blocks * 512 for file in left.rglob("*"))
     free = shutil.disk_usage(target.parent).free + taken
     if free < estimate.disk:
         raise ArtifactError(

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, brief
+from .folders import check_target
+from .paths import as_path
 from .printing import visible
 from .reading import read_json
 from .writing import whole_file
@@ -189,13 +191,13 @@ class RetexConfig:
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write `retex_config.json` into a folder."""
-        with whole_file(Path(save_directory) / CONFIG_NAME) as file:
+        with whole_file(check_target(save_directory) / CONFIG_NAME) as file:
             file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> RetexConfig:
         """Read `retex_config.json` from a folder."""
-        values = read_config_file(Path(folder) / CONFIG_NAME)
+        values = read_config_file(as_path(folder, ConfigError) / CONFIG_NAME)
         values.pop("artifact", None)
         return cls.from_dict(values)
 

@@ -1,121 +1,148 @@
 """Folders that appear whole or not at all: written beside their target, then put in its place.
 
-Beside a folder `name` there may be two hidden ones, and both are gone when the work is done: `.name.saving`, where the
-next `name` is written, and `.name.building`, where a build can be resumed. Whoever works there holds the lock in it. So
-what lies there without a holder was left by a kill, and the next save or build clears it away.
+Beside a folder `name` there may be hidden ones, staging folders: `.name.<random>.saving`, where the next `name` is
+written, and `.name.<random>.building`, where a build can be resumed. They are made exclusively, under names that nobody
+can prepare, and entered by no link. Whoever works in them holds a lock (`.name.saving.lock`, `.name.building.lock`).
+All of that is gone when the work is done. So a staging folder of this user whose lock nobody holds was left by a kill,
+and the next save or build clears it away.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
+import logging
 import os
+import re
+import secrets
 import shutil
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from .errors import ArtifactError, WriteError
+from . import begun
+from .errors import ArtifactError, RetexError, WriteError
+from .handles import OpenFolder, kind_of, lstat
+from .paths import as_path
 from .writing import is_write_failure, sync, sync_one, write_errors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+logger = logging.getLogger(__name__)
+
 LOCK_NAME, IDENTITY_NAME = "lock", "build.json"
-SAVING, BUILDING = ".saving", ".building"
+SAVING, BUILDING = "saving", "building"
 NEW, RETIRED = "new", "old"
+RANDOM_BYTES = 8
 # How long a save waits for another one into the same folder.
 WAIT_SECONDS = 60.0
-AT_CURRENT_FOLDER, EXCHANGE = -100, 2  # of Linux's renameat2
-NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-
-
-def saving_place(target: Path) -> Path:
-    """Where the next content of a folder is written."""
-    return target.parent / f".{target.name}{SAVING}"
-
-
-def workshop_of(target: Path) -> Path:
-    """Where a folder is built: beside it, under a name that a second start finds again."""
-    return target.parent / f".{target.name}{BUILDING}"
 
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a folder lies where others are saved or built, so that nobody knows if it is whole."""
     names = [part.name for part in (folder, *folder.parents)]
-    return any(name.startswith(".") and name.endswith((SAVING, BUILDING)) for name in names)
+    return any(name.startswith(".") and name.endswith((f".{SAVING}", f".{BUILDING}")) for name in names)
 
 
-def check_target(folder: Path) -> Path:
-    """The absolute path of a folder to be written; its parents are made."""
-    folder = folder.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file; expected a folder to save into.")
-    with write_errors(folder):
+def check_target(folder: str | Path) -> Path:
+    """Return the absolute path of a folder to be written; its parents are made.
+
+    The folder may lie behind links, but be none itself: what a link leads to was not named.
+    """
+    typed = as_path(folder)
+    path = typed.absolute()
+    with write_errors(typed):
+        if path.name in ("", ".."):
+            path = path.resolve()
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ArtifactError(f"{folder} cannot be made: a part of its path is a file.") from None
-    heal(folder)
-    return folder
+            raise ArtifactError(f"{typed} cannot be made: a part of its path is a file.") from None
+        path = path.parent.resolve(strict=True) / path.name
+        state = lstat(path)
+    if state is not None and stat.S_ISLNK(state.st_mode):
+        raise ArtifactError(f"{path} is a link to {os.readlink(path)}: expected the folder itself.")
+    if state is not None and not stat.S_ISDIR(state.st_mode):
+        raise ArtifactError(f"{path} is {kind_of(state)}; expected a folder to save into.")
+    if is_unfinished(path):
+        raise ArtifactError(f"{path} has a name of folders that are being written: expected another name.")
+    heal(path)
+    return path
 
 
-def check_movable(folder: Path) -> Path:
+def check_movable(folder: str | Path) -> Path:
     """`check_target` for a folder that will be replaced as a whole."""
-    folder = check_target(folder)
-    if folder.is_mount():
-        raise ArtifactError(f"{folder} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
-    return folder
+    path = check_target(folder)
+    if path.is_mount():
+        raise ArtifactError(f"{path} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
+    _check_writable(path)
+    return path
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that may not be replaced now, not after the work."""
+    note = " (A folder is written beside the one that it replaces.)"
+    for place, why in ((folder.parent, note), (folder, "")):
+        if os.path.lexists(place) and not os.access(place, os.W_OK | os.X_OK):
+            if hasattr(os, "statvfs") and os.statvfs(place).f_flag & os.ST_RDONLY:
+                raise WriteError(f"{folder} cannot be written: {os.strerror(errno.EROFS)}.")
+            raise WriteError(f"{place} cannot be written: {os.strerror(errno.EACCES)}.{why}")
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def replacing(folder: Path, own_files: Sequence[str] = ()) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` when the block ends well; `folder` survives everything else.
+def replacing(folder: str | Path, own_files: Sequence[str] = ()) -> Iterator[Path]:
+    """Give an empty folder that takes the place of `folder` when the block ends well, which survives everything else.
 
     Of the previous content, all but `own_files` (patterns) is kept, unless the new one has a file of that name. The new
     content is on the disk before it takes its place, so a power cut leaves the one or the other. Savers of one folder
     wait for each other; one that waits too long is refused.
     """
     folder = check_movable(folder)
-    place = saving_place(folder)
-    with write_errors(folder), _held(place, f"{folder} is being saved by another process", WAIT_SECONDS):
+    with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
+        _put_back(parent, folder.name)
+        _clear_left(parent, folder.name, SAVING)
+        name = _make_staging(parent, folder.name, SAVING)
         try:
-            _put_back(folder)
-            _clear(place)
-            new = place / NEW
-            new.mkdir()
-            yield new
-            replace(new, folder, place / RETIRED, own_files)
+            with parent.inside(name) as staging:
+                staging.make(NEW)
+                yield staging.path / NEW
+                _replace(staging, parent, folder.name, own_files)
         finally:
-            if folder.exists() or not (place / RETIRED).exists():
-                _remove(place)
+            if parent.state(folder.name) is not None or not _holds_retired(parent, name):
+                _remove_or_say(parent, name)
 
 
-def replace(new: Path, folder: Path, retired: Path, own_files: Sequence[str] = ()) -> None:
-    """Put `new` in the place of `folder`, in one step where the system can; see `replacing`.
+def _saving(parent: OpenFolder, folder: Path) -> AbstractContextManager[None]:
+    return _held(parent, folder.name, SAVING, f"{folder} is being saved by another process", WAIT_SECONDS)
 
-    Where it cannot, `folder` is called `retired` for a moment. The previous content is at `new` or `retired` then.
+
+def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequence[str]) -> None:
+    """Put `new` in the place of a folder, in one step where the system can; see `replacing`.
+
+    Where it cannot, the folder is called `old` for a moment. The previous content is at `new` or `old` then.
     """
-    if not folder.exists():
+    new, folder = staging.path / NEW, parent.path / name
+    state = parent.state(name)
+    if state is None:
         sync(new)
-        new.rename(folder)
+        staging.rename(NEW, parent, name)
     else:
         keep_files(folder, new, own_files)
-        shutil.copymode(folder, new)
+        staging.set_mode(NEW, stat.S_IMODE(state.st_mode))
         sync(new)
         with _same_current_folder(folder):
             try:
-                _change_places(new, folder, retired)
+                _change_places(staging, parent, name)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
@@ -124,17 +151,17 @@ def replace(new: Path, folder: Path, retired: Path, own_files: Sequence[str] = (
                     f"{folder} lies in a read-only layer of this file system (a container's image, say), where no "
                     "folder can be replaced: expected another folder."
                 ) from error
-    sync_one(folder.parent)
+    sync_one(parent.path)
 
 
-def _change_places(new: Path, folder: Path, retired: Path) -> None:
-    if exchange(new, folder):
+def _change_places(staging: OpenFolder, parent: OpenFolder, name: str) -> None:
+    if staging.exchange(NEW, parent, name):
         return
-    folder.rename(retired)
+    parent.rename(name, staging, RETIRED)
     try:
-        new.rename(folder)
+        staging.rename(NEW, parent, name)
     except OSError:
-        retired.rename(folder)
+        staging.rename(RETIRED, parent, name)
         raise
 
 
@@ -153,125 +180,272 @@ def _same_current_folder(folder: Path) -> Iterator[None]:
         os.chdir(current)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one step; False (and nothing done) where the system has no such step."""
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "renameat2"):
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    if library.renameat2(AT_CURRENT_FOLDER, names[0], AT_CURRENT_FOLDER, names[1], EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
 def heal(folder: Path) -> None:
-    """Put back a folder that a kill between the two renames of `replace` has left under its retired name."""
-    place = saving_place(folder)
-    if folder.exists() or not (place / RETIRED).is_dir():
+    """Put back a folder that a kill between the two renames of `_change_places` has left under its retired name."""
+    if lstat(folder) is not None:
         return
-    with write_errors(folder), _held(place, f"{folder} is being saved by another process", WAIT_SECONDS):
-        _put_back(folder)
-        _remove(place)
+    with ExitStack() as stack:
+        try:
+            parent = stack.enter_context(OpenFolder.open(Path(os.path.realpath(folder.parent))))
+        except OSError:  # there is none, or none that may be read: we have left nothing there
+            return
+        if not _retired(parent, folder.name):
+            return
+        with write_errors(folder), _saving(parent, folder):
+            _put_back(parent, folder.name)
+            _clear_left(parent, folder.name, SAVING)
 
 
-def _put_back(folder: Path) -> None:
-    retired = saving_place(folder) / RETIRED
-    if not folder.exists() and retired.is_dir():
-        retired.rename(folder)
+def _put_back(parent: OpenFolder, name: str) -> None:
+    if parent.state(name) is not None:
+        return
+    found = _retired(parent, name)
+    if len(found) > 1:
+        raise ArtifactError(
+            f"{parent.path / name} is missing, and both {found[0]} and {found[1]} in {parent.path} hold one: move the "
+            f"right folder {RETIRED!r} back, and remove the other."
+        )
+    for staging_name in found:
+        with parent.inside(staging_name) as staging:
+            staging.rename(RETIRED, parent, name)
+
+
+def _retired(parent: OpenFolder, name: str) -> list[str]:
+    return [staging for staging in _stagings(parent, name, SAVING) if _holds_retired(parent, staging)]
+
+
+def _holds_retired(parent: OpenFolder, staging_name: str) -> bool:
+    if not parent.has_folder(staging_name):
+        return False
+    with parent.inside(staging_name) as staging:
+        return staging.has_folder(RETIRED)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, and what kills have left beside it. A link is refused."""
+    folder = check_movable(folder)
+    with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
+        _clear_left(parent, folder.name, SAVING)
+        _remove_or_say(parent, folder.name)
 
 
 def keep_files(old: Path, new: Path, leave: Sequence[str] = ()) -> None:
     """Take along what `new` does not have, but for names that match `leave`.
 
-    Files become links, so nothing may be written into them in `new`.
+    Files become hard links, so nothing may be written into them in `new`. Links stay what they are, and are not
+    followed. What is neither (a pipe, a device) is refused: to open it could take forever.
     """
-    for entry in old.iterdir():
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        if any(entry.match(pattern) for pattern in leave):
+    try:
+        _keep_files(old, new, tuple(leave))
+    except RecursionError:
+        raise ArtifactError(f"{old} holds folders that are nested too deeply to be kept.") from None
+
+
+def _keep_files(old: Path, new: Path, leave: tuple[str, ...] = ()) -> None:
+    for entry in sorted(old.iterdir()):
+        if any(fnmatchcase(entry.name, pattern) for pattern in leave):
             continue
-        if is_folder and (new / entry.name).is_dir():
-            keep_files(entry, new / entry.name)
-        elif os.path.lexists(new / entry.name):
+        state, there = entry.lstat(), lstat(new / entry.name)
+        if stat.S_ISDIR(state.st_mode):
+            if there is None:
+                (new / entry.name).mkdir()
+            elif not stat.S_ISDIR(there.st_mode):
+                continue
+            _keep_files(entry, new / entry.name)
+            if there is None:
+                shutil.copystat(entry, new / entry.name)
+        elif there is not None:
             continue
-        elif is_folder:
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=link)
-        else:
+        elif stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode):
             link(entry, new / entry.name)
+        else:
+            raise ArtifactError(f"{entry} is {kind_of(state)}, which is no part of a saved folder: remove it.")
 
 
-def link(file: str | Path, copy: str | Path) -> None:
-    """One more name for a file's content, or a copy where the file system has none such."""
-    if not os.path.islink(file):
+def link(file: Path, copy: Path) -> None:
+    """Give one more name to a file's content, or copy it where the file system has none such. A link is copied."""
+    if not file.is_symlink():
         with suppress(OSError):
             os.link(file, copy)
             return
-    shutil.copy2(file, copy, follow_symlinks=False)
+    try:
+        shutil.copy2(file, copy, follow_symlinks=False)
+    except PermissionError as error:
+        if error.filename != os.fspath(file):
+            raise
+        raise WriteError(f"{file} may not be read, so it cannot be kept: remove it, or let it be read.") from None
+
+
+def emptied(folder: Path) -> Path:
+    """Return a folder with nothing in it, in a place that this process holds."""
+    with OpenFolder.open(folder.parent) as parent:
+        parent.remove(folder.name)
+        parent.make(folder.name)
+    return folder
+
+
+def check_plain(folder: Path) -> None:
+    """Refuse a folder of ours that holds anything but files and folders: we write no links, and no pipes."""
+    for where, folders, files in os.walk(folder):
+        for path in (Path(where, name) for name in (*folders, *files)):
+            state = path.lstat()
+            if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+                raise ArtifactError(f"{path} is {kind_of(state)}: expected files and folders only.")
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def workshop(
-    target: Path, identity: dict[str, Any], resume: bool, accelerator: Accelerator | None = None
-) -> Iterator[Path]:
-    """The place where `target` is built; all processes enter and leave together.
-
-    What an interrupted build of the same `identity` left there is kept, anything else is cleared away. A build that
-    fails clears up; one that is killed, interrupted, or fails for want of disk or memory leaves the place to its next
-    start. One build at a time: a second is refused.
-    """
-    place = workshop_of(target)
-    main = accelerator is None or accelerator.is_main_process
-    with write_errors(target):
-        if not main:
-            accelerator.wait_for_everyone()
+def together(accelerator: Accelerator | None, enter: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
+    """Let all processes work in a place that the main one enters and leaves; what it refuses, all refuse."""
+    if accelerator is None:
+        with enter() as place:
             yield place
-            accelerator.wait_for_everyone()
-            return
-        with _held(place, f"{target} is being built by another process", 0):
-            _tidy(place, json.loads(json.dumps(identity)), resume)
-            if accelerator is not None:
-                accelerator.wait_for_everyone()
-            try:
-                yield place
-            except Exception as error:
-                # A full disk can be cleared, and the build continued. Wrong input fails again however often it is
-                # continued, so nothing of it is left.
-                if not (isinstance(error, MemoryError) or is_write_failure(error)):
-                    _remove(place)
-                raise
-            _remove(place)
-            if accelerator is not None:
-                accelerator.wait_for_everyone()
-
-
-def _tidy(place: Path, identity: dict[str, Any], resume: bool) -> None:
-    path = place / IDENTITY_NAME
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = None
-    if resume and known == identity:
         return
-    _clear(place)
-    path.write_text(json.dumps(identity), encoding="utf-8")
+    from accelerate.utils import broadcast_object_list
+
+    with ExitStack() as stack:
+        found: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                found = [str(stack.enter_context(enter()))]
+            except RetexError as error:
+                found = [error]
+        broadcast_object_list(found)
+        if isinstance(found[0], RetexError):
+            raise found[0]
+        yield Path(found[0])
+    accelerator.wait_for_everyone()
 
 
-# ---- places that are worked in ---------------------------------------------------------------------------------------
+@contextmanager
+def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[Path]:
+    """Give the place where `target` is built.
+
+    What an interrupted build of the same `identity` by this user left there is kept, anything else is cleared away. A
+    build that fails clears up; one that is killed, interrupted, or fails for want of disk or memory leaves the place to
+    its next start. One build at a time: a second is refused.
+    """
+    identity = json.loads(json.dumps(identity))
+    taken = f"{target} is being built by another process"
+    with (
+        write_errors(target),
+        OpenFolder.open(target.parent) as parent,
+        _held(parent, target.name, BUILDING, taken, 0),
+    ):
+        name = _interrupted(parent, target) if resume else None
+        if name is not None and _identity(parent.path / name) != identity:
+            name = None
+        if name is None:
+            begun.forget(target)  # first: what is cleared by halves must not be resumed
+        _clear_left(parent, target.name, BUILDING, keep=name)
+        if name is None:
+            name = _make_staging(parent, target.name, BUILDING)
+            (parent.path / name / IDENTITY_NAME).write_text(json.dumps(identity), encoding="utf-8")
+            begun.note(target, name, parent.state(name).st_ino)
+        try:
+            yield parent.path / name
+        except Exception as error:
+            # A full disk can be cleared, and the build continued. Wrong input fails again however often it is
+            # continued, so nothing of it is left.
+            if not (isinstance(error, MemoryError) or is_write_failure(error)):
+                _end_build(parent, target, name)
+            raise
+        _end_build(parent, target, name)
+
+
+def interrupted_build(target: Path) -> Path | None:
+    """Return where this user has begun to build `target`, and was interrupted; None where nothing is to be resumed."""
+    with OpenFolder.open(target.parent) as parent:
+        name = _interrupted(parent, target)
+        return None if name is None else parent.path / name
+
+
+def _interrupted(parent: OpenFolder, target: Path) -> str | None:
+    found = begun.recall(target)
+    if found is None:
+        return None
+    name, inode = found
+    is_there = name in _stagings(parent, target.name, BUILDING) and parent.state(name).st_ino == inode
+    return name if is_there else None
+
+
+def _identity(place: Path) -> Any:
+    try:
+        return json.loads((place / IDENTITY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _end_build(parent: OpenFolder, target: Path, name: str) -> None:
+    begun.forget(target)
+    _remove_or_say(parent, name)
+
+
+# ---- staging folders and locks ---------------------------------------------------------------------------------------
+
+
+def _make_staging(parent: OpenFolder, name: str, kind: str) -> str:
+    """Make a staging folder that was not there before, for this user alone; returns its name."""
+    staging = f".{name}.{secrets.token_hex(RANDOM_BYTES)}.{kind}"
+    parent.make(staging, mode=stat.S_IRWXU)
+    return staging
+
+
+def _stagings(parent: OpenFolder, name: str, kind: str) -> list[str]:
+    """List the staging folders of a target: real ones, and of this user."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{{2 * RANDOM_BYTES}}}\.{kind}")
+    return [entry for entry in parent.names() if pattern.fullmatch(entry) and parent.has_folder(entry)]
+
+
+def _clear_left(parent: OpenFolder, name: str, kind: str, keep: str | None = None) -> None:
+    """Remove the staging folders that kills have left; the caller holds their lock."""
+    for staging in _stagings(parent, name, kind):
+        if staging != keep:
+            _remove_or_say(parent, staging)
+
+
+def _remove_or_say(parent: OpenFolder, name: str) -> None:
+    """Remove a folder that is not needed any more. One that cannot be removed is in nobody's way, but is told of."""
+    try:
+        parent.remove(name)
+    except (OSError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "it is nested too deeply"
+        logger.warning("%s is left over, and could not be removed: %s.", parent.path / name, reason)
+
+
+@contextmanager
+def _held(parent: OpenFolder, name: str, kind: str, taken: str, seconds: float) -> Iterator[None]:
+    """Hold the lock of a target; `taken` is what a refusal says. The lock file is removed afterwards."""
+    path = parent.path / f".{name}.{kind}.lock"
+    state = parent.state(path.name)
+    if state is not None and not stat.S_ISREG(state.st_mode):
+        raise ArtifactError(f"{path} is {kind_of(state)}, where a lock file belongs: remove it.")
+    # Others who may write in this folder may also hold the lock.
+    lock = FileLock(path, mode=0o666)
+    try:
+        lock.acquire(timeout=seconds, poll_interval=0.02)
+    except Timeout:
+        raise ArtifactError(f"{taken}: wait for it, or stop it.") from None
+    except PermissionError:
+        raise WriteError(f"{path} cannot be opened, to lock {name}: Permission denied.") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # in a shared folder it may be another user's
+            parent.unlink(path.name)
+        lock.release()
 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A folder in the system's place for temporary files. Those of the same prefix that a kill has left are removed."""
-    with write_errors(Path(gettempdir())):
-        for left in Path(gettempdir()).glob(f"{prefix}*"):
-            _remove_if_left(left)
+    """Give a folder where the system keeps temporary files. Those of the same prefix that a kill left are removed."""
+    home = Path(gettempdir())
+    with write_errors(home), OpenFolder.open(home.resolve()) as parent:
+        for name in parent.names():
+            if name.startswith(prefix) and parent.has_folder(name):
+                _remove_if_left(parent, name)
         while True:
             place = Path(mkdtemp(prefix=prefix))
             lock = FileLock(place / LOCK_NAME)
@@ -281,64 +455,13 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         try:
             yield place
         finally:
-            _remove(place)
+            _remove_or_say(parent, place.name)
             lock.release()
 
 
-def _remove_if_left(place: Path) -> None:
-    try:
-        facts = place.lstat()
-    except FileNotFoundError:  # it was in use a moment ago, and is done
-        return
-    if not place.is_dir() or place.is_symlink() or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
-        return
-    lock = FileLock(place / LOCK_NAME)
-    with suppress(Timeout, FileNotFoundError):
+def _remove_if_left(parent: OpenFolder, name: str) -> None:
+    lock = FileLock(parent.path / name / LOCK_NAME)
+    with suppress(Timeout, OSError):  # in use, or done a moment ago, or with something else in the lock's place
         lock.acquire(timeout=0)
-        _remove(place)
+        _remove_or_say(parent, name)
         lock.release()
-
-
-@contextmanager
-def _held(place: Path, taken: str, seconds: float) -> Iterator[None]:
-    """Hold the lock of a place, which is made if need be; `taken` is what a refusal says."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            place.mkdir(exist_ok=True)
-        except PermissionError:  # of a folder that may well be writable itself
-            raise WriteError(
-                f"{place.parent} cannot be written: permission denied. (A folder is written beside the one that it "
-                "replaces.)"
-            ) from None
-        lock = FileLock(place / LOCK_NAME)
-        try:
-            lock.acquire(timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.02)
-            break
-        except FileNotFoundError:  # the holder before us has just removed the place
-            continue
-        except Timeout:
-            raise ArtifactError(f"{taken}: wait for it, or stop it.") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _clear(place: Path) -> None:
-    (place / IDENTITY_NAME).unlink(missing_ok=True)  # first: what is cleared by halves must not be resumed
-    for entry in place.iterdir():
-        if entry.name == LOCK_NAME:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
-def _remove(place: Path) -> None:
-    """Remove a place whose lock is held: the lock last, because then the place may be another's."""
-    with suppress(OSError):  # what cannot be removed now is cleared away by the next one to work here
-        _clear(place)
-        (place / LOCK_NAME).unlink(missing_ok=True)
-        place.rmdir()

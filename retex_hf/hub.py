@@ -17,6 +17,7 @@ from .description import OWN_FILES
 from .errors import ArtifactError, ConfigError, HubError, first_line
 from .folders import heal, is_unfinished, scratch_folder
 from .hub_errors import hub_errors, without_secrets
+from .paths import as_path
 
 MAIN = "main"
 SCRATCH_PREFIX = "retex-push-"
@@ -89,11 +90,11 @@ def _is_own(path: str) -> bool:
 
 
 def find_artifact(name_or_path: str | Path, *, token: str | None = None, **download_options: Any) -> Path:
-    """The local folder of an artifact: a path, or a Hub id, which is downloaded."""
-    folder = Path(name_or_path).expanduser()
+    """Return the local folder of an artifact: a path, or a Hub id, which is downloaded."""
+    folder = as_path(name_or_path)
     if is_unfinished(folder.resolve()):
         raise ArtifactError(f"{folder} is where an artifact is being written: expected the artifact itself.")
-    heal(folder.resolve())
+    heal(folder.absolute())
     if folder.is_file():
         raise ArtifactError(f"{folder} is a file: expected the folder of an artifact.")
     if folder.is_dir() and download_options.get("revision") is not None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from . import artifact, loading
 from .blueprint import prepare
+from .build import build_folder
 from .checkpoints import open_source
 from .config import RetexConfig
 from .errors import ConfigError
+from .folders import check_target
 from .model import RetexModel
+from .parts import RetexParts
 from .recipe import Recipe, same_threads, signed_task_in_memory
 from .recovery import TrainingConfig
 from .side_files import find_side_folder
@@ -27,9 +33,10 @@ def make(
     cache_dir: str | None = None,
     progress: bool = True,
 ) -> RetexModel:
-    """The model that a recipe describes; with `recipe.output_dir` it is built into that folder, parameter by parameter.
+    """Make the model that a recipe describes; with `recipe.output_dir` it is built into that folder.
 
-    Only the main process of an accelerator signs and changes the model: a recipe's solving is shared, the rest is not.
+    The folder is replaced once, when all that the recipe says is done: built, signed and changed. Only the main process
+    of an accelerator signs and changes the model: a recipe's solving is shared, the rest is not.
     """
     recipe.check()
     config = RetexConfig(**recipe.config)
@@ -40,35 +47,54 @@ def make(
     options = {"token": token, "cache_dir": cache_dir}
     _check_signing(recipe, config, references, inputs, **options)
     _check_changes(recipe, **options)
+    build_options = {
+        "solver": recipe.solver,
+        "training": training,
+        "model_config": recipe.model_config,
+        "check_base": recipe.check_base,
+        "accelerator": accelerator,
+        "progress": progress,
+        **options,
+    }
+    complete = partial(_complete, recipe, references, inputs, progress=progress, **options)
     with same_threads(recipe.to_dict()):
-        model = RetexModel.from_experts(
-            recipe.base,
-            recipe.experts,
-            config,
-            solver=recipe.solver,
-            training=training,
-            model_config=recipe.model_config,
-            check_base=recipe.check_base,
-            output_dir=recipe.output_dir,
-            accelerator=accelerator,
-            token=token,
-            cache_dir=cache_dir,
-            progress=progress,
-        )
-    if accelerator is not None and not accelerator.is_main_process:
-        return model
+        if not recipe.output_dir:
+            model = RetexModel.from_experts(recipe.base, recipe.experts, config, **build_options)
+            if accelerator is None or accelerator.is_main_process:
+                complete(model)
+            return model
+
+        def publish(parts: RetexParts, folder: Path | None) -> None:
+            model = RetexModel(parts)
+            complete(model)
+            if folder is None or recipe.changes or config.shared_trunk:  # the weights are others, or on no disk yet
+                model.save_pretrained(recipe.output_dir)
+            else:
+                artifact.carry_over(model.parts(), folder, check_target(recipe.output_dir))
+
+        more = inputs or recipe.changes or recipe.solver == "adam"
+        build_options["publish"] = publish if more else None
+        folder = build_folder(recipe.base, recipe.experts, config, recipe.output_dir, **build_options)
+        return RetexModel(loading.read(folder))
+
+
+def _complete(
+    recipe: Recipe,
+    references: References,
+    inputs: dict[str, Sequence[Any]],
+    model: RetexModel,
+    *,
+    progress: bool,
+    **options: Any,
+) -> None:
+    """Do to a model that was just built what else its recipe says."""
     if recipe.solver == "adam" and model.recipe is not None:
         kept = ("mixed_precision", "gradient_accumulation_steps")
         model.recipe |= {name: value for name, value in recipe.stored().items() if name in kept}
     if inputs:
         sign(model, references, inputs=inputs, progress=progress)
     for change in recipe.changes:
-        apply_change(model, change, token=token, cache_dir=cache_dir, progress=progress)
-    if recipe.output_dir and (recipe.changes or config.shared_trunk):
-        model.save_pretrained(recipe.output_dir)
-    elif recipe.output_dir and (inputs or recipe.solver == "adam"):
-        model.save_description(recipe.output_dir)
-    return model
+        apply_change(model, change, progress=progress, **options)
 
 
 def _check_signing(

@@ -149,8 +149,8 @@ class RetexModel(RoutedModel):
             "progress": progress,
         }
         if output_dir is not None:
-            build_folder(base, experts, config, output_dir, max_shard_size=max_shard_size, resume=resume, **options)
-            parts = loading.read(Path(output_dir))
+            folder = {"max_shard_size": max_shard_size, "resume": resume}
+            parts = loading.read(build_folder(base, experts, config, output_dir, **folder, **options))
         else:
             parts = build(base, experts, config, **options)
         return cls(parts, expert_cache=expert_cache, execution=execution)
@@ -164,7 +164,7 @@ class RetexModel(RoutedModel):
         folder that are not part of the artifact are kept. The model card is written, or brought up to date.
         """
         if is_main_process:
-            artifact.write(self.parts(), Path(save_directory), max_shard_size)
+            artifact.write(self.parts(), save_directory, max_shard_size)
 
     def save_description(self, save_directory: str | Path) -> None:
         """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
@@ -172,7 +172,7 @@ class RetexModel(RoutedModel):
         must not have changed since.
 
         After files were changed on purpose, load with `verify=False` and call this: it records them as they are now."""
-        artifact.rewrite_description(self.parts(), Path(save_directory))
+        artifact.rewrite_description(self.parts(), save_directory)
 
     @classmethod
     def from_pretrained(
@@ -287,7 +287,7 @@ class RetexModel(RoutedModel):
         `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
         already: drawing takes longer than saving.)
         """
-        artifact.rewrite_card(self.parts(), Path(save_directory))
+        artifact.rewrite_card(self.parts(), save_directory)
 
     # ---- signatures --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from .errors import RetexError
+from .folders import check_target
 from .writing import whole_file
 
 if TYPE_CHECKING:
@@ -271,9 +272,10 @@ def save_figures(
         "storage": (plot_storage, storage),
     }
     paths = {}
+    figures = check_target(Path(folder) / FIGURES_FOLDER)
     for name, (draw, data) in drawings.items():
         if data:
-            paths[name] = Path(folder) / FIGURES_FOLDER / f"{name}.png"
+            paths[name] = figures / f"{name}.png"
             draw(data, paths[name])
     return paths
 

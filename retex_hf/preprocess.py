@@ -22,6 +22,7 @@ from .libraries import library_of, openclip
 from .libraries.containment import contained
 from .libraries.untrusted_tokenizer import vetted_side_files
 from .loading import read_side_files
+from .paths import as_path
 
 TEXT, IMAGE = "text", "image"
 
@@ -69,7 +70,7 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
         model: The wrapped model; it decides between texts and images.
         max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     files = _SideFiles.read(folder, library_of(model))
     if library_of(model) is openclip:
         return _open_clip_preprocessor(files, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import WriteError, first_line
+from .handles import READ_FILE, lstat
+from .paths import as_path
 
+MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # How file systems of other machines (SMB, FUSE) say that they sync by themselves, or that folders cannot be synced.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 # What `torch.save` says when a file cannot be written to its end.
@@ -20,11 +24,19 @@ TORCH_SAVE_FAILS = ("inline_container", "iostream error", "PytorchStreamWriter")
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Where to write what will be at `path` once the block has ended well. The folder is made."""
-    path = Path(path)
+    """Give a place to write what will be at `path` once the block has ended well. The folder is made.
+
+    What lies at either name already is replaced, never written into: it may be a link.
+    """
+    path = as_path(path, WriteError)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        state = lstat(partial)
+        if state is not None and stat.S_ISDIR(state.st_mode):
+            raise WriteError(f"{path} cannot be written: {partial} is a folder, where the file would be written first.")
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, MAKE_FILE, 0o666))
         try:
             yield partial
             sync_one(partial)
@@ -34,10 +46,10 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Bring a folder and all that is in it to the disk."""
+    """Bring a folder and all that is in it to the disk. Links are left alone, and so is what is no file."""
     for where, _, files in os.walk(folder):
         for name in files:
-            if not os.path.islink(os.path.join(where, name)):
+            if stat.S_ISREG(os.lstat(os.path.join(where, name)).st_mode):
                 sync_one(Path(where, name))
         sync_one(Path(where))
 
@@ -46,7 +58,10 @@ def sync_one(path: Path) -> None:
     """Bring one file, or the names in one folder, to the disk."""
     if os.name == "nt" and path.is_dir():  # which cannot open folders
         return
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, READ_FILE)
+    except PermissionError:  # a file that is kept and that we may not read: so it is not we who wrote it
+        return
     try:
         os.fsync(handle)
     except OSError as error:
@@ -64,7 +79,9 @@ def write_errors(path: Path) -> Iterator[None]:
     except WriteError:
         raise
     except OSError as error:
-        elsewhere = error.filename is not None and not _is_near(path.absolute(), Path(os.fsdecode(error.filename)))
+        # Of a copy both files are named, the one that was read first.
+        named = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        elsewhere = bool(named) and not any(_is_near(path.absolute(), name) for name in named)
         if error.errno is None or elsewhere or isinstance(error, ConnectionError | TimeoutError):
             raise  # not about writing here
         raise WriteError(f"{path} cannot be written: {os.strerror(error.errno)}.") from error

@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 torch.set_num_threads(1)
 
@@ -29,6 +30,16 @@ class Deprecations(logging.Handler):
         text = record.getMessage()
         if "deprecat" in text.lower() and NOT_OURS not in text:
             self.said.append(f"{record.name}: {text}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_assets(tmp_path_factory):
+    """Keep records of begun builds out of the home folder of whoever runs the tests."""
+    folder = str(tmp_path_factory.mktemp("assets"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ASSETS_CACHE", folder)
+        patch.setattr(constants, "HF_ASSETS_CACHE", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from transformers import (
 
 from retex_hf import ArtifactError, CheckpointError, ConfigError, RetexConfig, RetexModel, TrainingConfig, build, store
 from retex_hf.blueprint import prepare
-from retex_hf.folders import workshop_of
+from retex_hf.folders import interrupted_build
 from retex_hf.libraries import library_of, openclip
 from retex_hf.recovery import solver
 
@@ -256,12 +256,11 @@ def test_bad_input_leaves_nothing_behind_and_the_previous_artifact_alone(bert, t
 
 def test_a_second_build_into_the_same_folder_is_refused(bert, tmp_path):
     base, experts = bert
-    place = workshop_of(tmp_path / "disk")
-    place.mkdir()
-    with FileLock(place / "lock"), pytest.raises(ArtifactError, match="being built by another process") as caught:
+    lock = tmp_path / ".disk.building.lock"
+    with FileLock(lock), pytest.raises(ArtifactError, match="being built by another process") as caught:
         RetexModel.from_experts(base, experts, RetexConfig(rank=3), progress=False, output_dir=tmp_path / "disk")
     assert "\n" not in str(caught.value) and str(tmp_path / "disk") in str(caught.value)
-    assert place.is_dir()  # it belongs to the other build
+    assert hidden(tmp_path) == [lock.name]  # it belongs to the other build
     RetexModel.from_experts(base, experts, RetexConfig(rank=3), progress=False, output_dir=tmp_path / "disk")
 
 
@@ -365,7 +364,8 @@ def test_killed_and_started_again_it_continues_to_the_same_bits(name, stage, cou
     whole = list(recorded)
     recorded.clear()
     kill_build(base.parent, target, stage, count, CONFIGS[name])
-    assert not target.exists() and hidden(tmp_path) == [".disk.building"]
+    assert not target.exists()
+    assert hidden(tmp_path) == sorted([interrupted_build(target).name, ".disk.building.lock"])
     RetexModel.from_experts(base, experts, config, progress=False, output_dir=target)
     earlier = list(dict.fromkeys(whole))[: list(dict.fromkeys(whole)).index(stage)]
     assert not set(recorded) & set(earlier)
@@ -467,7 +467,7 @@ def test_killed_while_finishing_it_loses_no_foreign_file(bert, tmp_path):
     for name in ("a.txt", "b.txt"):
         (target / "notes" / name).write_text(name)
     kill_build(base.parent, target, "Solving", 3, {"rank": 3})
-    half = workshop_of(target) / "artifact" / "notes"
+    half = interrupted_build(target) / "artifact" / "notes"
     half.mkdir()
     (half / "a.txt").write_text("half")
     (half.parent / "config.json").write_text("{")

@@ -29,6 +29,8 @@ from local_hub import TOKEN, Repository
 from tqdm import tqdm
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
+from retex_hf.making import make
+from retex_hf.recipe import Recipe
 
 from .subjects import batch, bert, make_model, make_tokenizer, mixed_batch, texts
 
@@ -83,6 +85,23 @@ def train(place: Place) -> None:
     os.chdir(place.folder)
     schedule = {"steps": 8, "warmup_steps": 2, "checkpoint_every": 2, "checkpoint_dir": "checkpoints"}
     build(place, solver="adam", training=TrainingConfig(learning_rate=1e-2, **schedule))
+
+
+def recipe(place: Place) -> None:
+    """Build, sign and add a task, as `retex build` does: three steps, and one replacement."""
+    texts_of = {task: str(place.shared / "texts" / f"{task}.txt") for task in ("red", "green", "blue")}
+    added = {"add": "blue", "expert": place.expert("blue"), "data": {"blue": texts_of.pop("blue")}, "check_base": False}
+    make(
+        Recipe(
+            base=str(place.shared / "base"),
+            experts={task: place.expert(task) for task in texts_of},
+            config={"rank": 4, "feature_layer": 0},
+            data=texts_of,
+            changes=[added],
+            output_dir=str(place.target),
+        ),
+        progress=False,
+    )
 
 
 def save(place: Place) -> None:
@@ -187,6 +206,7 @@ class Job:
 
 JOBS = {
     "build": Job(build),
+    "build, sign, change": Job(recipe),
     "training": Job(train),
     "save": Job(save),
     "add a task, save": Job(add_task),
@@ -208,13 +228,16 @@ def prepare(shared: Path) -> None:
 
 
 def prepare_folders(shared: Path) -> None:
-    """Base, experts, an artifact of two tasks and another of three."""
+    """Base, experts, texts of their tasks, an artifact of two tasks and another of three."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     base, experts = bert(tokenizer)
     for folder, model in {"base": base, **{f"experts/{task}": expert for task, expert in experts.items()}}.items():
         model.save_pretrained(shared / folder)
         tokenizer.save_pretrained(shared / folder)
+    (shared / "texts").mkdir()
+    for task in experts:
+        (shared / "texts" / f"{task}.txt").write_text("\n".join(texts(task, 24)))
     for folder, model in {"previous": make_model(tasks=("red", "green")), "other": make_model(rank=3)}.items():
         model.save_pretrained(shared / folder)
         tokenizer.save_pretrained(shared / folder)
@@ -268,7 +291,9 @@ def _count_changes(place: Place, at_change: int | None) -> list[str]:
     def hook(event: str, arguments: tuple) -> None:
         if event == "open":
             path, _, flags = arguments
-            if not (isinstance(path, str) and flags & WRITING and os.path.abspath(path).startswith(root)):
+            # A name without a path is one in a folder that is held open.
+            near = isinstance(path, str) and (os.path.abspath(path).startswith(root) or os.sep not in path)
+            if not (near and flags & WRITING):
                 return
         elif event not in CHANGES:
             return

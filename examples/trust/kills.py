@@ -19,7 +19,16 @@ from tqdm.auto import tqdm
 from .tally import Tally
 
 # Kills per job, two thirds of them before a change to the file system. None: before every one of its changes.
-SHORT = {"build": 4, "training": 4, "save": 4, "add a task, save": 3, "delete a task, save": 3, "sign": 4, "push": 3}
+SHORT = {
+    "build": 4,
+    "build, sign, change": 6,
+    "training": 4,
+    "save": 4,
+    "add a task, save": 3,
+    "delete a task, save": 3,
+    "sign": 4,
+    "push": 3,
+}
 LONG = dict.fromkeys((*SHORT, "card", "export", "download"))
 
 

@@ -3,7 +3,7 @@
 from .adapters import AdapterSource, align_source
 from .experts import Checkpoint, ExpertSet, check_experts, check_range, check_related, read_finite
 from .inventory import Inventory, take_inventory
-from .locate import download, fetch, is_open_clip, locate, open_source
+from .locate import download, fetch, is_open_clip, locate, open_source, typed_path
 from .sources import Source, TensorInfo
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "open_source",
     "read_finite",
     "take_inventory",
+    "typed_path",
 ]

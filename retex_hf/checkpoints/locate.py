@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..hub_errors import HUB_ERRORS, check_token, explain, without_secrets
+from ..paths import as_path
 from ..reading import check_links, read_json
 from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
 from .sources import Source, open_files, open_state_dict, weight_files
@@ -77,7 +78,7 @@ def locate(
     text = str(spec)
     if "://" in text:
         raise CheckpointError(f"{label}: {without_secrets(text, token)} is an address: expected a path or a Hub id.")
-    path = Path(text.removeprefix("local-dir:")).expanduser()
+    path = typed_path(text, label, token)
     if path.is_file():
         return path, {"source": "local", "id": path.name}
     if path.is_dir():
@@ -89,6 +90,14 @@ def locate(
     folder = download(repo_id, label, revision=revision or None, token=token, cache_dir=cache_dir)
     check_checkpoint_folder(folder, label)
     return folder, {"source": "hub", "id": repo_id, "revision": folder.name}
+
+
+def typed_path(text: str, label: str, token: str | None = None) -> Path:
+    """Return what a user wrote as a path, which it may turn out not to be; `label` says in messages what it is for."""
+    try:
+        return as_path(text.removeprefix("local-dir:"), CheckpointError)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {without_secrets(str(error), token)}") from None
 
 
 def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: Any) -> Path:

@@ -11,6 +11,7 @@ from ..description import RECIPE_NAME
 from ..errors import ConfigError
 from ..hub_errors import without_secrets
 from ..making import differences, make
+from ..paths import as_path
 from ..printing import say
 from ..recipe import FILLED_ON_BUILD, Recipe, field_names, settable_fields
 from ..recovery import TrainingConfig
@@ -95,6 +96,7 @@ class BuildOptions(Options):
 
 
 def _recipe_file(path: Path) -> Path:
+    path = as_path(path, ConfigError)
     if path.is_dir():
         if not (path / RECIPE_NAME).is_file():
             raise ConfigError(f"{path} holds no {RECIPE_NAME}: it is no artifact, or one of experts in memory.")

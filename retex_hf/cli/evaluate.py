@@ -11,6 +11,7 @@ from ..evaluation import Report, TaskData, load_task
 from ..evaluation.artifact import evaluate_model, sample_rows
 from ..folders import check_target
 from ..model import RetexModel
+from ..paths import as_path
 from ..predictor import PROMPT, Predictor, preprocessor_of
 from ..printing import as_json, say
 from ..recipe import known_data, last_references
@@ -84,7 +85,7 @@ class EvalOptions(Options):
         data = self.data or known_data(recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {model.tasks}.")
-        if self.save and not Path(self.artifact).is_dir():
+        if self.save and not as_path(self.artifact).is_dir():
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
         classes = read_classes(self.classes)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import InputError, first_line
 from ..evaluation.tasks import IMAGE_SUFFIXES, read_line
+from ..paths import as_path
 from ..reading import parse_json, read_json
 
 STANDARD_INPUT = "-"
@@ -31,10 +32,11 @@ class Input:
 def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterator[Input]:
     """Inputs from text files (one per line), JSONL files, images, folders of images, or standard input (`-`)."""
     for source in sources:
-        path = Path(source)
         if source == STANDARD_INPUT:
             yield from _lines(_numbered(sys.stdin, "standard input"), "standard input", kind, column)
-        elif path.is_dir():
+            continue
+        path = as_path(source, InputError)
+        if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
             if not files:
                 raise InputError(f"{path} holds no images.")
@@ -106,7 +108,7 @@ def read_classes(path: Path | None) -> dict[str, list[str]] | None:
     """The classes of each task from a JSON file, `{task: [names]}`."""
     if path is None:
         return None
-    values = read_json(path, InputError, kind=None)
+    values = read_json(as_path(path, InputError), InputError, kind=None)
     named = isinstance(values, dict) and all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in values.values()
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from ..errors import ConfigError
 from ..model import RetexModel
+from ..paths import as_path
 from ..verification import verify
 from .options import POSITIONAL, Options
 
@@ -37,7 +37,7 @@ class VerifyOptions(Options):
 
     def run(self) -> None:
         if self.record:
-            folder = Path(self.artifact)
+            folder = as_path(self.artifact)
             if not folder.is_dir():
                 raise ConfigError(f"--record needs a folder; {self.artifact} is none.")
             RetexModel.from_pretrained(folder, verify=False).save_description(folder)

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from ..errors import EvaluationError
 from ..expert_weights import ExpertWeights
+from ..folders import check_target
 from ..readout import Readout
 from ..writing import whole_file
 from .checks import check_tasks
@@ -126,7 +127,7 @@ class CostTable:
         Returns:
             `{name: path}` of the files.
         """
-        folder = Path(folder)
+        folder = check_target(folder)
         paths = {kind: folder / f"cost.{kind}" for kind in ("json", "md")}
         with whole_file(paths["json"]) as file:
             file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from ..errors import EvaluationError
+from ..folders import check_target
 from ..writing import whole_file
 from .bootstrap import CONFIDENCE, RESAMPLES, Interval
 from .comparison import Comparison
@@ -109,7 +110,7 @@ class Report:
         Returns:
             `{name: path}` of the files.
         """
-        folder = Path(folder)
+        folder = check_target(folder)
         paths = {kind: folder / f"results.{kind}" for kind in ("json", "md", "png")}
         text = json.dumps(self._summary, indent=2, ensure_ascii=False)
         with whole_file(paths["json"]) as file:

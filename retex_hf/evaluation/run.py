@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..errors import EvaluationError
+from ..paths import as_path
 from ..reading import read_json
 from ..readout import Answer
 from ..writing import whole_file
@@ -91,7 +92,7 @@ class Evaluation:
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:
         """Read what `save` wrote."""
-        values = read_json(Path(path), EvaluationError)
+        values = read_json(as_path(path, EvaluationError), EvaluationError)
         try:
             return cls.from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,6 +12,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Image, Value, load_dataset, load_from_disk
 
 from ..errors import EvaluationError, first_line
+from ..paths import as_path
 from ..reading import read_json
 from ..readout import Answer
 from .method import TaskData
@@ -65,7 +66,7 @@ def load_task(
         Class indices as answers, or texts where labels are texts and no classes are named.
     """
     if isinstance(source, (str, Path)) and Path(source).suffix == ".npz":
-        return _load_arrays(name, Path(source).expanduser(), split, label_names)
+        return _load_arrays(name, _typed_path(name, source), split, label_names)
     data, named = _load(name, source, split)
     label = _label_column(name, data, label_column)
     columns = _input_columns(name, data, input_column, label)
@@ -84,7 +85,7 @@ def load_inputs(
     `source` is anything that `load_task` takes, and also a `.txt` file of one input per line (with a tab between the
     texts of a pair), or a folder of images without classes.
     """
-    path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
+    path = _typed_path(name, source) if isinstance(source, (str, Path)) else None
     if path is not None and path.suffix == ".npz":
         return _read_arrays(name, path, f"{split}_x")[0]
     if path is not None and path.suffix == ".txt" and path.is_file():
@@ -100,8 +101,15 @@ def _load(name: str, source: Source, split: str) -> tuple[Dataset, list[str] | N
     """The part of a source, and the names of its classes where a file beside it has them."""
     if not isinstance(source, (str, Path)):
         return _part(name, source, split, "the data"), None
-    path = Path(source).expanduser()
+    path = _typed_path(name, source)
     return _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
+
+
+def _typed_path(name: str, source: str | Path) -> Path:
+    try:
+        return as_path(source, EvaluationError)
+    except EvaluationError as error:
+        raise EvaluationError(f"Task {name!r}: {error}") from None
 
 
 def _read_lines(name: str, path: Path) -> list[str | tuple[str, str]]:

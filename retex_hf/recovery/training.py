@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -27,9 +26,8 @@ from transformers import get_cosine_schedule_with_warmup
 
 from ..config import RetexConfig
 from ..errors import ConfigError, RetexError, first_line
-from ..folders import replace
+from ..folders import check_plain, check_target, remove, replacing, together
 from ..reading import read_json
-from ..writing import write_errors
 from .module import RecoveryModule
 from .samplers import sample_weights
 from .shapes import MATRIX, Layout
@@ -39,8 +37,6 @@ from .targets import Targets
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
 STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
-NEW_STATE, OLD_STATE = f"{STATE_NAME}.new", f"{STATE_NAME}.old"
-STATES = (STATE_NAME, NEW_STATE, OLD_STATE)
 
 
 @dataclass
@@ -298,50 +294,35 @@ class _Checkpoint:
         accelerator: Accelerator,
         schedule: LambdaLR,
     ) -> None:
-        self.folder = None if training.checkpoint_dir is None else Path(training.checkpoint_dir)
+        self.state = _state_of(training)
         self.accelerator, self.schedule = accelerator, schedule
         settings = {k: v for k, v in asdict(training).items() if not k.startswith(("checkpoint_", "log_"))}
         # Experts of the same names and shapes may be others, trained again.
-        experts = {} if self.folder is None else {task: _digest(targets, task) for task in targets.experts.tasks}
+        experts = {} if self.state is None else {task: _digest(targets, task) for task in targets.experts.tasks}
         shapes = {name: list(targets.merged[name].shape) for name in targets.names}
         values = {"training": settings, "config": config.to_dict(), "shapes": shapes, "experts": experts}
         self.identity = json.loads(json.dumps(values))
 
     def save(self, step: int, history: History) -> None:
         """Written beside the previous state and moved into place, so that one whole state is always there."""
-        if self.folder is None:
+        if self.state is None:
             return
-        current, scratch, old = (self.folder / name for name in STATES)
-        main = self.accelerator.is_main_process
-        try:
-            with write_errors(self.folder):
-                if main:
-                    shutil.rmtree(scratch, ignore_errors=True)
-                    scratch.mkdir(parents=True)
-                self.accelerator.wait_for_everyone()
-                self.accelerator.save_state(str(scratch))
-                self.accelerator.wait_for_everyone()
-                if main:
-                    values = {"step": step, "identity": self.identity, "records": history.records}
-                    values["schedule"] = self.schedule.state_dict()
-                    (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
-                    shutil.rmtree(old, ignore_errors=True)
-                    replace(scratch, current, old, own_files=("*",))
-                    shutil.rmtree(old, ignore_errors=True)
-        finally:
-            if main:
-                shutil.rmtree(scratch, ignore_errors=True)  # the previous state, or half a new one
-        self.accelerator.wait_for_everyone()
+        with together(self.accelerator, lambda: replacing(self.state, ("*",))) as scratch:
+            self.accelerator.save_state(str(scratch))
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                values = {"step": step, "identity": self.identity, "records": history.records}
+                values["schedule"] = self.schedule.state_dict()
+                (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
 
     def resume(self, history: History) -> int:
         """Load the newest whole state; returns the number of steps done."""
-        if self.folder is None:
+        if self.state is None or not self.state.parent.is_dir():
             return 0
-        for state in (self.folder / STATE_NAME, self.folder / OLD_STATE):
-            if (state / PROGRESS_NAME).is_file():
-                break
-        else:
+        state = check_target(self.state)
+        if not (state / PROGRESS_NAME).is_file():
             return 0
+        check_plain(state)
         values = read_json(state / PROGRESS_NAME, RetexError, infinite=True)  # a loss may be
         kinds = {"step": int, "identity": dict, "records": list, "schedule": dict}
         for name, kind in kinds.items():
@@ -369,9 +350,14 @@ class _Checkpoint:
 
 def clear_state(training: TrainingConfig) -> None:
     """The run is over, and its result is safe: a state to resume from would only mislead the next run."""
-    if training.checkpoint_dir is not None:
-        for name in STATES:
-            shutil.rmtree(Path(training.checkpoint_dir) / name, ignore_errors=True)
+    state = _state_of(training)
+    if state is not None and state.parent.is_dir():
+        remove(state)
+
+
+def _state_of(training: TrainingConfig) -> Path | None:
+    """Return where the state of a run is kept; None where it is not."""
+    return None if training.checkpoint_dir is None else check_target(training.checkpoint_dir) / STATE_NAME
 
 
 def _digest(targets: Targets, task: str) -> str:

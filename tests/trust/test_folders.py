@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ from small_disks import small_disk
 from trust.subjects import make_artifact
 
 from retex_hf import ArtifactError, RetexModel, WriteError, folders, writing
-from retex_hf.folders import exchange, keep_files, replacing, saving_place, scratch_folder, workshop, workshop_of
+from retex_hf.folders import interrupted_build, keep_files, replacing, scratch_folder, workshop
+from retex_hf.handles import OpenFolder
 from retex_hf.writing import whole_file
 
 HOLD = """
@@ -49,11 +51,18 @@ def target(tmp_path) -> Path:
     return put(tmp_path / "parent" / "target", own="old", own_too="old", foreign="mine")
 
 
+def staging(target: Path, kind: str = "saving", number: int = 0) -> Path:
+    """A staging folder as a kill would leave it."""
+    place = target.parent / f".{target.name}.{number:016x}.{kind}"
+    place.mkdir(parents=True)
+    return place
+
+
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def can_exchange(request, monkeypatch) -> bool:
     """Whether the system can exchange folders; where it cannot, the second half of these tests is all there is."""
     if not request.param:
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+        monkeypatch.setattr(OpenFolder, "exchange", lambda *_: False)
     elif not sys.platform.startswith("linux"):
         pytest.skip("only Linux exchanges folders in one step")
     return request.param
@@ -61,12 +70,11 @@ def can_exchange(request, monkeypatch) -> bool:
 
 @pytest.fixture
 def held_elsewhere():
-    """Let another process hold the lock of a place."""
+    """Let another process hold a lock."""
     started = []
 
-    def hold(place: Path) -> subprocess.Popen:
-        place.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", HOLD, str(place / "lock")]
+    def hold(lock: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(lock)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "held\n"
@@ -85,10 +93,11 @@ def test_folders_are_exchanged_in_one_step(tmp_path):
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux exchanges folders in one step")
     one, other = put(tmp_path / "one", a="1"), put(tmp_path / "other", b="2")
-    assert exchange(one, other)
-    assert (content(one), content(other)) == ({"b": "2"}, {"a": "1"})
-    with pytest.raises(FileNotFoundError):
-        exchange(one, tmp_path / "nowhere")
+    with OpenFolder.open(tmp_path) as parent:
+        assert parent.exchange("one", parent, "other")
+        assert (content(one), content(other)) == ({"b": "2"}, {"a": "1"})
+        with pytest.raises(FileNotFoundError):
+            parent.exchange("one", parent, "nowhere")
 
 
 def test_a_folder_is_replaced_and_foreign_files_stay(target, can_exchange):
@@ -122,9 +131,9 @@ def test_the_mode_of_a_folder_is_kept(target):
 
 
 def test_all_is_on_the_disk_before_it_takes_its_place(target, monkeypatch):
-    synced, when = set(), {}
+    synced, when, exchange = set(), {}, OpenFolder.exchange
     monkeypatch.setattr(os, "fsync", lambda handle: synced.add(os.fstat(handle).st_ino))
-    monkeypatch.setattr(folders, "exchange", lambda one, other: when.update(before=set(synced)) or exchange(one, other))
+    monkeypatch.setattr(OpenFolder, "exchange", lambda *a: when.update(before=set(synced)) or exchange(*a))
     with replacing(target, ("own*",)) as new:
         put(new / "deep", own="new")
     expected = {path.stat().st_ino for path in (target, *target.rglob("*"))}
@@ -146,19 +155,6 @@ def test_a_disk_that_does_not_sync_is_used_and_one_that_fails_is_not(target, mon
     assert content(target)["own"] == ("new" if saved else "old")
 
 
-def test_a_folder_beside_which_nothing_may_be_written_names_the_one_above(target, monkeypatch):
-    def mkdir(path: Path, *arguments, **options) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    make = Path.mkdir
-    monkeypatch.setattr(
-        Path, "mkdir", lambda path, *a, **k: (mkdir if path == saving_place(target) else make)(path, *a, **k)
-    )
-    with pytest.raises(WriteError, match=rf"^{target.parent} cannot be written: permission denied\."):
-        rewrite(target, "new")
-    assert content(target)["own"] == "old"
-
-
 def test_a_folder_that_is_a_mounted_disk_is_refused(tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         with pytest.raises(ArtifactError, match="is where a disk is mounted"):
@@ -171,15 +167,15 @@ def test_a_folder_that_is_a_mounted_disk_is_refused(tmp_path):
 
 def stop_between(monkeypatch, error: type[BaseException]) -> None:
     """Stop where the old folder is away and the new one not there yet."""
-    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-    rename = Path.rename
+    monkeypatch.setattr(OpenFolder, "exchange", lambda *_: False)
+    rename = OpenFolder.rename
 
-    def stopping(self: Path, other: Path) -> Path:
-        if self.name == folders.NEW:
+    def stopping(self: OpenFolder, name: str, *arguments) -> None:
+        if name == folders.NEW:
             raise error
-        return rename(self, other)
+        rename(self, name, *arguments)
 
-    monkeypatch.setattr(Path, "rename", stopping)
+    monkeypatch.setattr(OpenFolder, "rename", stopping)
 
 
 def test_a_second_rename_that_fails_is_undone(target, monkeypatch):
@@ -215,8 +211,9 @@ def test_the_next_reader_heals(tmp_path, monkeypatch):
 
 def test_what_is_being_written_is_no_artifact(tmp_path):
     target = tmp_path / "artifact"
-    for place in (saving_place(target), workshop_of(target)):
-        make_artifact(place / "new")
+    original = make_artifact(tmp_path / "original")
+    for place in (staging(target, "saving"), staging(target, "building")):
+        shutil.copytree(original, place / "new")
         with pytest.raises(ArtifactError, match="is where an artifact is being written"):
             RetexModel.from_pretrained(place / "new")
     with pytest.raises(ArtifactError, match="does not exist"):
@@ -227,17 +224,17 @@ def test_what_is_being_written_is_no_artifact(tmp_path):
 
 
 def test_what_a_kill_left_is_cleared_away(target, held_elsewhere):
-    put(saving_place(target) / "new", own="half")
-    held_elsewhere(saving_place(target)).kill()
+    put(staging(target) / "new", own="half")
+    held_elsewhere(target.parent / ".target.saving.lock").kill()
     rewrite(target, "new")
     assert content(target) == {"own": "new", "foreign": "mine"}
     assert list(target.parent.iterdir()) == [target]
 
 
 def test_what_a_living_process_writes_is_left_alone(target, held_elsewhere, monkeypatch):
-    half, before = put(saving_place(target) / "new", own="half"), content(target)
+    half, before = put(staging(target) / "new", own="half"), content(target)
     monkeypatch.setattr(folders, "WAIT_SECONDS", 0.05)
-    held_elsewhere(saving_place(target))
+    held_elsewhere(target.parent / ".target.saving.lock")
     with pytest.raises(ArtifactError, match="target is being saved by another process: wait for it, or stop it"):
         rewrite(target, "new")
     assert content(half) == {"own": "half"}
@@ -275,22 +272,25 @@ def test_a_build_that_was_cleared_away_by_halves_is_not_resumed(target, monkeypa
         put(place, **{"journal-0.jsonl": "all done"})
         raise KeyboardInterrupt
 
+    left = interrupted_build(target)
+
     def killed(*_: object) -> None:
         raise SystemExit
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(folders.shutil, "rmtree", killed)
+        patch.setattr(OpenFolder, "remove", killed)
         with workshop(target, {"of": "another"}, True):
             pass
-    assert (workshop_of(target) / "artifact" / "weights").exists()
+    assert (left / "artifact" / "weights").exists()
     with workshop(target, {"of": "one"}, True) as place:
-        assert set(content(place)) == {"build.json", "lock"}
+        assert set(content(place)) == {"build.json"}
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_temporary_folders_that_a_kill_left_are_removed(tmp_path, held_elsewhere, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, alive, foreign = (put(tmp_path / name, file="1") for name in ("try-left", "try-alive", "other"))
-    held_elsewhere(alive)
+    held_elsewhere(alive / "lock")
     with scratch_folder("try-") as place:
         put(place, file="2")
         assert {path.name for path in tmp_path.iterdir()} == {"try-alive", "other", place.name}
@@ -311,7 +311,8 @@ def test_temporary_folders_of_other_people_are_left_alone(tmp_path, monkeypatch)
 
 def test_a_temporary_folder_that_its_owner_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "try-gone"]))
+    names = OpenFolder.names
+    monkeypatch.setattr(OpenFolder, "names", lambda folder: [*names(folder), "try-gone"])
     with scratch_folder("try-") as place:
         assert place.is_dir()
 
@@ -334,8 +335,11 @@ def test_errors_of_other_places_are_not_blamed_on_the_folder(target):
         (target.parent / "expert" / "weights").read_bytes()
     with pytest.raises(ConnectionError), replacing(target):
         raise ConnectionRefusedError(111, "Connection refused")
-    with pytest.raises(WriteError, match=r"target cannot be written: No such file or directory\."), replacing(target):
-        (saving_place(target) / "new" / "deep" / "file").write_text("")
+    with (
+        pytest.raises(WriteError, match=r"target cannot be written: No such file or directory\."),
+        replacing(target) as new,
+    ):
+        (new / "deep" / "file").write_text("")
     assert issubclass(WriteError, OSError)
 
 
