@@ -45,7 +45,8 @@ PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_paramete
 PLAIN_CLASSES = {"torch.Tensor", "torch.nn.parameter.Parameter"}
 # What else torch writes. Values that are no plain tensors are noted, and refused where they are among the weights.
 OTHERS = PLAIN_CLASSES | {
-    ORDERED_DICT, FROM_TYPE, "torch.Size", "torch.device", "torch.serialization._get_layout", "collections.Counter",
+    ORDERED_DICT, FROM_TYPE, "torch.Size", "torch.device", "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage", "collections.Counter",
     "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex", "__builtin__.bytearray",
     "__builtin__.set", "__builtin__.complex",
 }  # fmt: skip
@@ -336,7 +337,9 @@ def _call(function: Any, arguments: Any) -> Any:
     if name == FROM_TYPE and len(arguments) == 4 and isinstance(arguments[1], _Global):
         inner, kind, values, _ = arguments
         return _call(inner, values) if kind.name in PLAIN_CLASSES and inner != function else _Other(kind.name)
-    return _Other(name)
+    # Of dtypes without a storage of their own, the last but one says which it is.
+    dtype = next((argument for argument in arguments[6:7] if isinstance(argument, _Global)), None)
+    return _Other(name if dtype is None else dtype.name)
 
 
 def _storage(key: Any) -> _Storage:
@@ -363,7 +366,9 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
         if isinstance(value, _View):
             _check_place(f"{file}: tensor {brief(name)}", value, places)
     views, size = [value for value in values.values() if isinstance(value, _View)], file.stat().st_size
-    if _bytes(set(views)) > size or _bytes(views) > MOST_TIED * size:
+    # Tied tensors, one of which may be transposed, are the same numbers under several names.
+    distinct = {(view.storage.key, view.offset, view.numel): view for view in views}.values()
+    if _bytes(distinct) > size or _bytes(views) > MOST_TIED * size:
         raise CheckpointError(f"{file} has {size} bytes, but its tensors have {_bytes(views)}: they overlap.")
     try:
         whole = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
@@ -383,7 +388,7 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
 def _check_kind(what: str, value: Any) -> None:
     """Refuse tensors that are not plain: sparse, quantised, complex, of a class of their own, without numbers."""
     if isinstance(value, _Other):
-        raise CheckpointError(f"{what} is no dense tensor of plain numbers, but comes from {brief(value.what)}.")
+        raise CheckpointError(f"{what} is no dense tensor of a dtype that is read: the file has {brief(value.what)}.")
     if isinstance(value, _View) and value.storage.dtype is None:
         raise CheckpointError(f"{what} is in a {brief(value.storage.kind)}, which is not read.")
 
