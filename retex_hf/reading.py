@@ -30,6 +30,8 @@ MOST_LEVELS = 64
 # Python's own limit for numbers in decimals; those in other bases have none.
 MOST_DIGITS = 4300
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# PyYAML reads them as lists of tuples, which it does not write.
+UNREAD = ("tag:yaml.org,2002:omap", "tag:yaml.org,2002:pairs")
 # A text of JSON, of which escaped quotes and backslashes were taken out already, and all that is no bracket.
 STRING, NO_BRACKETS = re.compile('"[^"]*"'), re.compile(r"[^\[\]{}]+")
 
@@ -99,7 +101,7 @@ def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | No
     if len(text) > MOST_YAML_BYTES:
         raise error(f"{name} has {len(text)} characters; at most {MOST_YAML_BYTES} are read.")
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
             _count(node, {})
@@ -188,6 +190,18 @@ def _check_levels(text: str) -> None:
             raise ValueError("it is nested too deeply")
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's reader of plain values, which stops where there are too many of them."""
+
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > MOST_YAML_VALUES:
+            raise ValueError(f"it holds more than {MOST_YAML_VALUES} values")
+        return super().compose_node(parent, index)
+
+
 def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int:
     """How many values a document has with every alias written out; `known` holds what was counted before.
 
@@ -201,6 +215,8 @@ def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int
             raise ValueError("it contains itself")
         return count
     known[id(node)], count = None, 1
+    if node.tag in UNREAD:
+        raise ValueError(f"it has a value with the tag {node.tag.rpartition(':')[2]!r}, which is not read")
     if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and len(node.value) > MOST_DIGITS:
         raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
     if isinstance(node, yaml.MappingNode):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import yaml_dump
 
 from ..config import LARGEST_INTEGER
 from ..errors import ArtifactError, brief
@@ -219,7 +219,8 @@ def _join(
     written: Sequence[str] = (),
 ) -> str:
     written = " ".join(written or [_digest_of_written(metadata, records, body)])
-    block = yaml_dump(dict(metadata), sort_keys=False).strip() if block is None else block
+    if block is None:  # only plain values are read, so only those are written
+        block = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True).strip()
     comment = " ".join(f"{key}={value}" for key, value in records.items())
     comments = f"<!-- retex-metadata {comment} -->\n<!-- retex-written {written} -->\n"
     return f"---\n{block}\n---\n\n{body.strip(chr(10))}\n\n{comments}"

@@ -167,7 +167,11 @@ def _licence(parts: RetexParts) -> dict[str, Any]:
     except ArtifactError as error:  # a card of somebody else, for want of which no work may be lost
         logger.warning("The licence of the base is not known, name it on the card yourself: %s", error)
         return {}
-    return {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str | list)}
+    return {key: values[key] for key in LICENCE_KEYS if _is_licence(values.get(key))}
+
+
+def _is_licence(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, brief
 
 MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 500, 2_000, 20
 # For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a million at most.
-MOST_STEPS = 20_000_000
+MOST_STEPS = 10_000_000
 SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^' and '$'"
 
 CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
