@@ -24,7 +24,7 @@ from ..errors import CheckpointError, brief, shorten
 from ..printing import visible
 from .experts import Entries, check_floating
 from .patterns import Patterns
-from .sources import MemorySource, Source, TensorInfo, open_state_dict
+from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -184,6 +184,9 @@ def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     settings["peft_type"] = str(settings["peft_type"].value)
     if settings["peft_type"] == "LORA":
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:  # before peft looks at them
+                check_plain(f"{label}: tensor {name!r}", parameter)
         tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
     else:
         tensors = {}

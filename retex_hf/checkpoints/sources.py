@@ -102,7 +102,8 @@ def check_plain(what: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise CheckpointError(f"{what} is on the meta device: it has no numbers.")
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise CheckpointError(f"{what} has the layout {tensor.layout}, expected a dense tensor.")
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise CheckpointError(f"{what} has the layout {layout}, expected a dense tensor.")
     if tensor.dtype not in DTYPES:
         raise CheckpointError(f"{what} has the unsupported dtype {tensor.dtype}.")
 

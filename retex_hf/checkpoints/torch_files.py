@@ -396,7 +396,9 @@ def _check_kind(what: str, value: Any) -> None:
 def _check_place(what: str, view: _View, places: Places) -> None:
     """Refuse a tensor that shows more numbers than its storage has."""
     storage, axes = view.storage, (*view.size, *view.stride, view.offset)
-    if not all(map(_is_count, axes)) or not len(view.size) == len(view.stride) <= MOST_AXES:
+    is_shape = all(map(_is_count, axes)) and len(view.size) == len(view.stride) <= MOST_AXES
+    # Without its axes of size 0 too: torch works out strides from the others.
+    if not is_shape or prod(size for size in view.size if size) > LARGEST_NUMBER:
         raise CheckpointError(f"{what} has a shape that is none: {brief(view.size)} in steps of {brief(view.stride)}.")
     _, length = places.get(storage.key, (0, -1))
     there = length // storage.dtype.itemsize
