@@ -34,6 +34,8 @@ SIGNATURES = ("inputs", "weights")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 # Of the integers of torch and of most readers of JSON; nothing here counts further.
 LARGEST_INTEGER = 2**63
+# Each is compared with the name of every parameter. A glob of Python takes the length of the name times its own.
+MOST_PATTERNS, LONGEST_PATTERN = 5_000, 1_000
 
 
 TASK_NAME = "a non-empty string of at most 200 characters, without surrounding spaces and control characters"
@@ -225,6 +227,13 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
 
+def _is_patterns(value: Any) -> bool:
+    return _is_strings(value) and len(value) <= MOST_PATTERNS and all(len(item) <= LONGEST_PATTERN for item in value)
+
+
+PATTERNS = f"a list of patterns for parameter names, at most {MOST_PATTERNS} of at most {LONGEST_PATTERN} characters"
+
+
 def _is_labels(value: Any) -> bool:
     if not _is_dict_of_dicts(value):
         return False
@@ -306,8 +315,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_soft_training,
         f'None, one of {SOFT_SAMPLERS}, or {{"method": "dirichlet", "alpha": a number above 0}}',
     ),
-    "exclude": (lambda v: _is_strings(v), "a list of parameter-name patterns"),
-    "heads": (lambda v: v == "auto" or _is_strings(v), '"auto" or a list of patterns'),
+    "exclude": (lambda v: _is_patterns(v), PATTERNS),
+    "heads": (lambda v: v == "auto" or _is_patterns(v), f'"auto" or {PATTERNS}'),
     "routing": (
         lambda v: _is_routing(v),
         f'one of {ROUTINGS}, or {{"method": one of them, "far": "merged" (or "soft", with "hard"), "quantile": a share '

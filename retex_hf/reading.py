@@ -8,6 +8,9 @@ will wrote, so none is read.
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import stat
 from collections.abc import Hashable, Iterable
 from pathlib import Path
@@ -24,6 +27,13 @@ MOST_YAML_BYTES = 500_000
 # Values of a YAML document, with every alias written out.
 MOST_YAML_VALUES = 100_000
 MOST_LEVELS = 64
+# Python's own limit for numbers in decimals; those in other bases have none.
+MOST_DIGITS = 4300
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# PyYAML reads them as lists of tuples, which it does not write.
+UNREAD = ("tag:yaml.org,2002:omap", "tag:yaml.org,2002:pairs")
+# A text of JSON, of which escaped quotes and backslashes were taken out already, and all that is no bracket.
+STRING, NO_BRACKETS = re.compile('"[^"]*"'), re.compile(r"[^\[\]{}]+")
 
 
 def read_json(
@@ -45,13 +55,15 @@ def read_json(
             (`time_step_limit` of Mamba).
     """
     name = str(path) if name is None else name
-    return parse_json(_text(path, MOST_JSON_BYTES, error, name), name, error, kind=kind, infinite=infinite)
+    return parse_json(
+        read_text(path, error, most=MOST_JSON_BYTES, name=name), name, error, kind=kind, infinite=infinite
+    )
 
 
 def read_yaml(path: Path, error: type[RetexError], *, kind: type | None = dict, name: str | None = None) -> Any:
     """What a YAML file holds: plain values only. The arguments are those of `read_json`."""
     name = str(path) if name is None else name
-    return parse_yaml(_text(path, MOST_YAML_BYTES, error, name), name, error, kind=kind)
+    return parse_yaml(read_text(path, error, most=MOST_YAML_BYTES, name=name), name, error, kind=kind)
 
 
 def parse_json(
@@ -66,11 +78,11 @@ def parse_json(
     ...
     retex_hf.errors.ConfigError: config.json is not valid JSON: the key 'rank' stands twice.
     """
+    hooks = {} if infinite else {"parse_constant": _refuse_constant, "parse_float": _finite}
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=float if infinite else _refuse_constant)
+        _check_levels(text)
+        value = json.loads(text, object_pairs_hook=_unique, **hooks)
         json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise error(f"{name} is not valid JSON: it is nested too deeply.") from None
     except UnicodeEncodeError:
         raise error(f"{name} is not valid JSON: it holds half a character (a lone surrogate).") from None
     except ValueError as problem:
@@ -89,7 +101,7 @@ def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | No
     if len(text) > MOST_YAML_BYTES:
         raise error(f"{name} has {len(text)} characters; at most {MOST_YAML_BYTES} are read.")
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
             _count(node, {})
@@ -123,26 +135,29 @@ def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) ->
 
 
 def read_file(path: Path, error: type[RetexError], *, most: int = MOST_JSON_BYTES, name: str | None = None) -> bytes:
-    """Return what a regular file holds; larger ones than `most` bytes are refused."""
+    """Return what a regular file of at most `most` bytes holds; the other arguments are those of `read_json`."""
     name = str(path) if name is None else name
     try:
-        state = path.stat()
-        if not stat.S_ISREG(state.st_mode):  # a pipe would never end
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
             raise error(f"{name} is not a file.")
-        if state.st_size > most:
-            raise error(f"{name} has {state.st_size} bytes; at most {most} are read.")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(most + 1) if size <= most else b""
+        if max(size, len(content)) > most:
+            raise error(f"{name} has {max(size, len(content))} bytes; at most {most} are read.")
+        return content
     except FileNotFoundError:
         raise error(f"{name} does not exist.") from None
     except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
         raise error(f"{name} cannot be read: {getattr(problem, 'strerror', None) or first_line(problem)}.") from None
 
 
-def _text(path: Path, most: int, error: type[RetexError], name: str) -> str:
+def read_text(path: Path, error: type[RetexError], *, most: int, name: str | None = None) -> str:
+    """Return the text of a file of at most `most` bytes; see `read_file`."""
     try:
         return read_file(path, error, most=most, name=name).decode("utf-8")
     except UnicodeDecodeError:
-        raise error(f"{name} is not text in UTF-8.") from None
+        raise error(f"{name or path} is not text in UTF-8.") from None
 
 
 def _checked(value: Any, kind: type | None, name: str, error: type[RetexError], mapping: str) -> Any:
@@ -164,6 +179,35 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a number in JSON")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _check_levels(text: str) -> None:
+    """Refuse deep nesting before it is read: Python's reader in C takes the stack of its thread, which may be small."""
+    brackets = NO_BRACKETS.sub("", STRING.sub("", text.replace("\\\\", "").replace('\\"', "")))
+    level = 0
+    for bracket in brackets:
+        level += 1 if bracket in "[{" else -1
+        if level > MOST_LEVELS:
+            raise ValueError("it is nested too deeply")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's reader of plain values, which stops where there are too many of them."""
+
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > MOST_YAML_VALUES:
+            raise ValueError(f"it holds more than {MOST_YAML_VALUES} values")
+        return super().compose_node(parent, index)
+
+
 def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int:
     """How many values a document has with every alias written out; `known` holds what was counted before.
 
@@ -177,6 +221,10 @@ def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int
             raise ValueError("it contains itself")
         return count
     known[id(node)], count = None, 1
+    if node.tag in UNREAD:
+        raise ValueError(f"it has a value with the tag {node.tag.rpartition(':')[2]!r}, which is not read")
+    if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and len(node.value) > MOST_DIGITS:
+        raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
     for part in () if isinstance(node, yaml.ScalarNode) else node.value:

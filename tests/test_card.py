@@ -22,7 +22,7 @@ from torch import nn
 import retex_hf
 from retex_hf import ArtifactError, RetexConfig, RetexModel
 from retex_hf.card import FIGURES
-from retex_hf.card.sections import SECTION, digest
+from retex_hf.card.sections import digest, find_sections, replace_sections
 from retex_hf.card.text import plain
 from retex_hf.evaluation import Report
 from retex_hf.evaluation.run import Evaluation, TaskScore
@@ -75,7 +75,7 @@ def card_in(folder: Path) -> str:
 
 
 def sections(card: str) -> dict[str, str]:
-    return {found["name"]: found["text"] for found in SECTION.finditer(card)}
+    return {section.name: section.text for section in find_sections(card)}
 
 
 def cells(card: str, section: str) -> list[list[str]]:
@@ -392,7 +392,8 @@ def test_an_update_keeps_what_a_person_wrote(model, tmp_path):
     model.evaluation = None
     model.save_pretrained(folder)
     before = sections(card_in(folder))
-    whole = SECTION.search(card_in(folder), card_in(folder).index("<!-- retex:provenance"))[0]
+    (found,) = (section for section in find_sections(card_in(folder)) if section.name == "provenance")
+    whole = card_in(folder)[found.start : found.end]
     rewrite(
         folder,
         ("# my-retex\n", "# Three colours\n\nMy own words.\n"),
@@ -443,7 +444,7 @@ def test_a_card_of_another_hand_gets_the_sections_behind_it(model, tmp_path):
     assert (
         values["license"] == "mit" and values["tags"][:2] == ["mine", "retex"] and values["library_name"] == "retex_hf"
     )
-    (folder / "README.md").write_text(SECTION.sub("", card))
+    (folder / "README.md").write_text(replace_sections(card, lambda _: ""))
     model.save_pretrained(folder)
     assert sections(card_in(folder)) == {} and "# Mine\n\nText.\n" in card_in(folder)
 

@@ -12,27 +12,77 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import yaml_dump
 
-from ..errors import ArtifactError
+from ..config import LARGEST_INTEGER
+from ..errors import ArtifactError, brief
 from ..reading import parse_yaml
 
-SECTION = re.compile(
-    r"^<!-- retex:(?P<name>\w+)(?: (?P<digest>\w+))? -->\n(?P<text>.*?)^<!-- /retex:(?P=name) -->$",
-    re.MULTILINE | re.DOTALL,
-)
-METADATA = re.compile(r"\n?^<!-- retex-metadata(?P<records>[^>]*) -->\n?", re.MULTILINE)
+# Each is read within its line, so that no card takes longer than its length.
+MARKER = re.compile(r"^<!-- (?P<end>/?)retex:(?P<name>\w+)(?: (?P<digest>\w+))? -->$", re.MULTILINE)
+METADATA = re.compile(r"\n?^<!-- retex-metadata(?P<records>[^>\n]*) -->\n?", re.MULTILINE)
 WRITTEN = re.compile(r"\n?^<!-- retex-written (?P<digests>[\w ]+) -->\n?", re.MULTILINE)
 LIBRARY = "retex_hf"
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of a card: its text, the digest in its first line, and where it stands, with its two lines."""
+
+    name: str
+    digest: str | None
+    text: str
+    start: int
+    end: int
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether its text is as it was generated."""
+        return digest(self.text) == self.digest
+
+
+def find_sections(card: str) -> list[Section]:
+    """The sections of a card. A first line without a last one is text, and within a section everything is.
+
+    >>> from retex_hf.card.sections import find_sections
+    >>> card = "<!-- retex:lost -->\\n<!-- retex:usage 3fa9c1d2 -->\\nRun it.\\n<!-- /retex:usage -->"
+    >>> [(section.name, section.text) for section in find_sections(card)]
+    [('usage', 'Run it.\\n')]
+    """
+    markers = list(MARKER.finditer(card))
+    ends: dict[str, list[re.Match[str]]] = {}
+    for marker in reversed(markers):
+        if marker["end"] and marker["digest"] is None:
+            ends.setdefault(marker["name"], []).append(marker)
+    found, place = [], 0
+    for marker in markers:
+        later = ends.get(marker["name"], [])
+        while later and later[-1].start() < marker.end():
+            later.pop()
+        if not marker["end"] and later and marker.start() >= place:
+            text = card[marker.end() + 1 : later[-1].start()]
+            place = later[-1].end()
+            found.append(Section(marker["name"], marker["digest"], text, marker.start(), place))
+    return found
+
+
+def replace_sections(card: str, replace: Callable[[Section], str]) -> str:
+    """A card with other texts in the place of its sections."""
+    pieces, place = [], 0
+    for section in find_sections(card):
+        pieces += [card[place : section.start], replace(section)]
+        place = section.end
+    return "".join([*pieces, card[place:]])
+
+
 def stamp(body: str) -> str:
     """Give each section of freshly generated text its digest."""
-    return SECTION.sub(lambda found: _section(found["name"], found["text"]), body)
+    return replace_sections(body, lambda section: _section(section.name, section.text))
 
 
 def update(
@@ -61,9 +111,12 @@ def update(
     text = WRITTEN.sub("", METADATA.sub("", text))
     last = {key: known[key] for key in lasting if key in known and key not in metadata}
     merged, records = _merge_metadata(known, {**metadata, **last}, records)
-    sections = {found["name"]: found[0] for found in SECTION.finditer(body)}
-    if SECTION.search(text) or known.get("library_name") == LIBRARY:
-        text = SECTION.sub(lambda found: sections.get(found["name"], "") if _is_intact(found) else found[0], text)
+    sections = {section.name: body[section.start : section.end] for section in find_sections(body)}
+    if find_sections(text) or known.get("library_name") == LIBRARY:
+        whole = text
+        text = replace_sections(
+            whole, lambda old: sections.get(old.name, "") if old.is_intact else whole[old.start : old.end]
+        )
     else:
         text = "\n\n".join([text.rstrip("\n"), *sections.values()]).lstrip("\n")
     return _join(merged, records, text, block if merged == known else None, written)
@@ -92,7 +145,8 @@ def _read_written(text: str) -> list[str]:
 def _digest_of_written(metadata: Mapping[str, Any], records: Mapping[str, str], body: str) -> str:
     own = {key: value for key, value in metadata.items() if records.get(key) != digest(value)}
     removed = sorted(set(records) - set(metadata))
-    text = SECTION.sub(lambda found: "" if _is_intact(found) else found[0], WRITTEN.sub("", METADATA.sub("", body)))
+    body = WRITTEN.sub("", METADATA.sub("", body))
+    text = replace_sections(body, lambda section: "" if section.is_intact else body[section.start : section.end])
     return digest([own, removed, text.split()])
 
 
@@ -111,7 +165,7 @@ def digest(value: Any) -> str:
     """A short digest of a section's text (line ends and blank lines around it do not count) or of a metadata value."""
     if isinstance(value, str):
         value = "\n".join(line.rstrip() for line in value.strip().splitlines())
-    text = json.dumps(value, sort_keys=True, default=str)
+    text = json.dumps(_writable(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -119,8 +173,20 @@ def _section(name: str, text: str) -> str:
     return f"<!-- retex:{name} {digest(text)} -->\n{text}<!-- /retex:{name} -->"
 
 
-def _is_intact(found: re.Match[str]) -> bool:
-    return digest(found["text"]) == found["digest"]
+def _writable(value: Any) -> Any:
+    """A value of YAML as one of JSON: keys that are no texts, dates, bytes and sets as texts that tell them apart."""
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str) else f"{type(key).__name__}:{brief(key)}": _writable(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_writable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(brief(item) for item in value)
+    if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        return hex(value)  # of thousands of digits Python prints no others
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _merge_metadata(
@@ -153,7 +219,8 @@ def _join(
     written: Sequence[str] = (),
 ) -> str:
     written = " ".join(written or [_digest_of_written(metadata, records, body)])
-    block = yaml_dump(dict(metadata), sort_keys=False).strip() if block is None else block
+    if block is None:  # only plain values are read, so only those are written
+        block = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True).strip()
     comment = " ".join(f"{key}={value}" for key, value in records.items())
     comments = f"<!-- retex-metadata {comment} -->\n<!-- retex-written {written} -->\n"
     return f"---\n{block}\n---\n\n{body.strip(chr(10))}\n\n{comments}"

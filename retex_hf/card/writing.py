@@ -16,7 +16,7 @@ from ..config import CONFIG_NAME
 from ..errors import ArtifactError
 from ..libraries import library_of
 from ..parts import RetexParts
-from ..reading import check_links
+from ..reading import check_links, read_text
 from . import sections
 from .text import context
 from .usage import GENERATOR, use_of
@@ -24,6 +24,8 @@ from .usage import GENERATOR, use_of
 logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
+# Cards with the results of hundreds of benchmarks have a tenth of that.
+MOST_CARD_BYTES = 2_000_000
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 FIGURES_FOLDER = "figures"
 # What each figure shows; the first two are drawn from the model itself, the others by an analysis of the build.
@@ -89,10 +91,8 @@ def write_card(
 def _text_of(card: Path) -> str:
     """A card that others may have written. It is published, so it is no link to a file of this machine."""
     check_links([card], card.parent, ArtifactError)
-    try:
-        return card.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ArtifactError(f"{card} is not text in UTF-8.") from None
+    text = read_text(card, ArtifactError, most=MOST_CARD_BYTES).removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _filled(data: ModelCardData, **values: Any) -> ModelCard:
@@ -167,7 +167,11 @@ def _licence(parts: RetexParts) -> dict[str, Any]:
     except ArtifactError as error:  # a card of somebody else, for want of which no work may be lost
         logger.warning("The licence of the base is not known, name it on the card yourself: %s", error)
         return {}
-    return {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str | list)}
+    return {key: values[key] for key in LICENCE_KEYS if _is_licence(values.get(key))}
+
+
+def _is_licence(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Nothing is merged beforehand, and no model is held: a tensor of such an expert i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +20,11 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import CheckpointError, shorten
-from .experts import Entries
-from .sources import MemorySource, Source, TensorInfo, open_state_dict
+from ..errors import CheckpointError, brief, shorten
+from ..printing import visible
+from .experts import Entries, check_floating
+from .patterns import Patterns
+from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -44,19 +45,22 @@ VARIANTS = (
 # Initialisations that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ ...) change them.
 PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 REMEDY = "merge it with peft's merge_and_unload first, and give the merged checkpoint"
-# A module of an adapter, how many other adapted parameters of it are wrapped around this one, and what is kept of it.
-FACTOR = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_[AB])$")
+# What peft keeps of an adapted module, behind its name.
+FACTORS = ("lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B")
+# Around an adapted parameter of a module, peft wraps the others under this name.
+WRAPPED = ".base_layer"
 # With bias="all" peft also saves the biases of modules_to_save under the names of its wrapper, old ones and new ones.
-WRAPPER = re.compile(r"\.(original_module|modules_to_save)\.")
-# What peft writes under the keys that are read here.
-SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
-    "r": ((int,), "a whole number"), "lora_alpha": ((int, float), "a number"), "task_type": ((str,), "a text"),
-    "rank_pattern": ((dict,), "names and numbers"), "alpha_pattern": ((dict,), "names and numbers"),
-    "target_parameters": ((list,), "a list"), "auto_mapping": ((dict,), "keys and values"),
-    "base_model_name_or_path": ((str,), "a text"),
+WRAPPERS = (".original_module.", ".modules_to_save.")
+# What peft writes under the keys that are read here, all of which may be missing.
+SETTINGS: dict[str, tuple[type, str]] = {
+    "task_type": (str, "a text"), "auto_mapping": (dict, "keys and values"), "target_parameters": (list, "a list"),
+    "rank_pattern": (dict, "names and numbers"), "alpha_pattern": (dict, "names and numbers"),
+    "base_model_name_or_path": (str, "a text"), "use_rslora": (bool, "true or false"),
 }  # fmt: skip
-# Of a pattern for names of modules; beyond this, matching may take forever.
-MOST_CHARACTERS, MOST_REPEATED = 500, 4
+DEFAULT_RANK = DEFAULT_ALPHA = 8
+LARGEST_RANK = 2**31
+# Beyond it, float32 soon has no room for the product.
+LARGEST_ALPHA = 1e30
 
 Entry = tuple[TensorInfo, Callable[[], Tensor]]
 
@@ -68,6 +72,26 @@ class AdapterSource(Source):
 
     tensors: Source | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = "{} of the configuration of " + self.label
+        self._ranks, self._alphas = (
+            Patterns(self.settings.get(key) or {}, where.format(key)) for key in ("rank_pattern", "alpha_pattern")
+        )
+        self._targets = frozenset(self.settings.get("target_parameters") or ())
+
+    def rank(self, module: str) -> int:
+        """The rank of a module's factors."""
+        return int(self._ranks.value(module, self.settings.get("r", DEFAULT_RANK)))
+
+    def alpha(self, module: str) -> float:
+        """The numerator of the scale of a module's product."""
+        return self._alphas.value(module, self.settings.get("lora_alpha", DEFAULT_ALPHA))
+
+    def targets(self, parameter: str) -> bool:
+        """Whether a parameter is adapted as such, and not as the weight of a module."""
+        parts = parameter.split(".")
+        return any(".".join(parts[start:]) in self._targets for start in range(len(parts)))
 
     def read(self, name: str) -> Tensor:
         return self.tensors.read(name)
@@ -103,44 +127,52 @@ def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> Ad
     """A source over an adapter's tensors; refuses what is not LoRA on the base's own weights."""
     label, kind = tensors.label, settings.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, and only LORA is read: {REMEDY}.")
+        raise CheckpointError(
+            f"{label} is a PEFT adapter of type {visible(str(kind)[:60])}, and only LORA is read: {REMEDY}."
+        )
     _check_settings(label, settings)
     for option in VARIANTS:
         if settings.get(option):
             raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
     if settings.get("init_lora_weights") not in PLAIN_INITIALISATIONS:
         raise CheckpointError(
-            f"{label} is a LoRA adapter with init_lora_weights={settings['init_lora_weights']!r}, for which the base "
-            f"was changed: {REMEDY}."
+            f"{label} is a LoRA adapter with init_lora_weights={brief(settings['init_lora_weights'])}, for which the "
+            f"base was changed: {REMEDY}."
         )
     return AdapterSource(label, tensors.infos, files=tensors.files, tensors=tensors, settings=settings, **kwargs)
 
 
 def _check_settings(label: str, settings: dict[str, Any]) -> None:
-    """Refuse settings of another kind than peft writes, and patterns that take forever to match."""
-    for key, (allowed, words) in SETTINGS.items():
+    """Refuse settings of another kind than peft writes."""
+    for key, (kind, words) in SETTINGS.items():
         value = settings.get(key)
-        if value is not None and (not isinstance(value, allowed) or isinstance(value, bool)):
-            raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {value!r}.")
-    for key in ("rank_pattern", "alpha_pattern"):
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {brief(value)}.")
+    for key, is_allowed, words in (("r", _is_rank, RANK), ("lora_alpha", _is_alpha, ALPHA)):
+        if key in settings and not is_allowed(settings[key]):
+            raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {brief(settings[key])}.")
+    for key, is_allowed, words in (("rank_pattern", _is_rank, RANK), ("alpha_pattern", _is_alpha, ALPHA)):
         for pattern, value in (settings.get(key) or {}).items():
-            where = f"{label}: {key} of its configuration"
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-                raise CheckpointError(f"{where} gives {pattern!r} the value {value!r}, expected a number above 0.")
-            if not _is_quick(pattern):
-                raise CheckpointError(f"{where} has {pattern!r}, expected a name, or a pattern with few repetitions.")
+            if not is_allowed(value):
+                raise CheckpointError(
+                    f"{label}: {key} of its configuration gives {brief(pattern)} the value {brief(value)}, expected "
+                    f"{words}."
+                )
+    named = (settings.get("auto_mapping") or {}).get("base_model_class")
+    for value in (*(settings.get("target_parameters") or ()), *([] if named is None else [named])):
+        if not isinstance(value, str):
+            raise CheckpointError(f"{label}: its configuration must name what it adapts by texts, not {brief(value)}.")
 
 
-def _is_quick(pattern: str) -> bool:
-    """Whether a regular expression of a stranger is read, and matched in no time: few repetitions, none of groups."""
-    repeated = re.findall(r"[*+{?]", re.sub(r"\\.", "", pattern))
-    if len(pattern) > MOST_CHARACTERS or len(repeated) > MOST_REPEATED or re.search(r"\)[*+{?]", pattern):
-        return False
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
+RANK, ALPHA = f"a whole number above 0, and at most {LARGEST_RANK}", f"a number from 0 to {LARGEST_ALPHA:g}"
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_RANK
+
+
+def _is_alpha(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_ALPHA
 
 
 def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
@@ -152,6 +184,9 @@ def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     settings["peft_type"] = str(settings["peft_type"].value)
     if settings["peft_type"] == "LORA":
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:  # before peft looks at them
+                check_plain(f"{label}: tensor {name!r}", parameter)
         tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
     else:
         tensors = {}
@@ -222,7 +257,9 @@ def _read_alike(label: str, reads: list[Callable[[], Tensor]]) -> Tensor:
     a change for each; where it has one for some only, it was trained with the others as in the base."""
     tensor, *others = (read() for read in reads)
     for other in others:
-        if not torch.allclose(tensor.float(), other.float(), rtol=1e-4, atol=1e-5 * tensor.abs().max().item()):
+        if tensor.shape != other.shape or not torch.allclose(
+            tensor.float(), other.float(), rtol=1e-4, atol=1e-5 * tensor.abs().max().item()
+        ):
             raise CheckpointError(
                 f"{label} is tied to another in the model, and the adapter changes them differently: train it with "
                 "peft's ensure_weight_tying, or give a base and experts whose weights are not tied."
@@ -267,35 +304,50 @@ def _ties(model: nn.Module) -> list[list[str]]:
 def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, Entries]:
     """What an adapter holds, under the names of the tensors it is for: the base's own tensors that peft saved along
     (embeddings of another size), tensors that replace the base's, and differences."""
-    originals, values, deltas = {}, {}, {}
+    originals: Entries = {}
+    values: Entries = {}
+    deltas: Entries = {}
     factors: dict[tuple[str, int], dict[str, str]] = {}
     for key, info in source.infos.items():
         name = key.removeprefix(PREFIX)
-        if found := FACTOR.match(name):
-            module, wrapped, part = found.groups()
-            factors.setdefault((module, wrapped.count(".base_layer")), {})[part] = key
-        elif WRAPPER.search(name):
-            continue
-        elif name.endswith(".base_layer.weight"):
-            originals[name.replace(".base_layer", "")] = (info, partial(source.read, key))
-        else:
-            values[name.replace(".base_layer", "")] = (info, partial(source.read, key))
+        if (found := _factor(name)) is not None:
+            module, depth, part = found
+            _put(source, factors.setdefault((module, depth), {}), part, key)
+        elif not any(wrapper in name for wrapper in WRAPPERS):
+            entries = originals if name.endswith(f"{WRAPPED}.weight") else values
+            _put(source, entries, name.replace(WRAPPED, ""), (info, partial(source.read, key)))
+    known = model.state_dict().keys()
     for (wrapped, depth), parts in factors.items():
-        module = wrapped.replace(".base_layer", "")
+        module = wrapped.replace(WRAPPED, "")
         parameter = _adapted_parameter(source, model, module, depth)
         delta = _Delta.of(source, model, module, parameter, parts)
         # The output layer of nn.MultiheadAttention, which is adapted with the whole: peft adds its product twice, when
         # it merges as well as when it trains.
         delta.times = 2 if module != wrapped else 1
-        deltas[f"{module}.{parameter}"] = (delta.info, delta.read)
-        if (key := parts.get("lora_B.bias")) and not _is_idle_bias(source, model, module, key):
-            deltas[f"{module}.bias"] = (source.infos[key], partial(delta.scaled, key))
+        _put(source, deltas, f"{module}.{parameter}", (delta.info, delta.read))
+        key, bias = parts.get("lora_B.bias"), f"{module}.bias"
+        # With lora_bias peft gives a bias to layers without one too, which then does nothing.
+        if key is not None and (bias in known or source.read(key).any()):
+            _put(source, deltas, bias, (source.infos[key], partial(delta.scaled, key)))
     return originals, values, deltas
 
 
-def _is_idle_bias(source: AdapterSource, model: nn.Module, module: str, key: str) -> bool:
-    """Whether a factor's bias does nothing: with lora_bias peft gives one to layers without a bias too."""
-    return f"{module}.bias" not in model.state_dict() and not source.read(key).any()
+def _factor(name: str) -> tuple[str, int, str] | None:
+    """The module of a factor, how many other adapted parameters of it are wrapped around this one, and which factor
+    it is; None for other tensors."""
+    part = next((part for part in FACTORS if name.endswith(f".{part}")), None)
+    if part is None:
+        return None
+    module, depth = name.removesuffix(f".{part}"), 0
+    while module.endswith(WRAPPED) and module != WRAPPED:
+        module, depth = module.removesuffix(WRAPPED), depth + 1
+    return (module, depth, part) if module else None
+
+
+def _put(source: AdapterSource, entries: dict[str, Any], name: str, value: Any) -> None:
+    if name in entries:
+        raise CheckpointError(f"{source.label} holds two tensors that are {brief(name)} of the model.")
+    entries[name] = value
 
 
 def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, depth: int) -> str:
@@ -307,14 +359,8 @@ def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, dep
     if isinstance(owner, nn.MultiheadAttention):
         return "in_proj_weight"
     # peft wraps the parameters in the order in which the module has them, so the first is innermost.
-    names = [name for name in owner._parameters if _is_targeted(source, f"{module}.{name}")]
+    names = [name for name in owner._parameters if source.targets(f"{module}.{name}")]
     return names[-1 - depth] if depth < len(names) else "weight"
-
-
-def _is_targeted(source: AdapterSource, parameter: str) -> bool:
-    """Whether a parameter is adapted as such, and not as the weight of a module."""
-    targets = source.settings.get("target_parameters") or ()
-    return any(f".{parameter}".endswith(f".{target}") for target in targets)
 
 
 @dataclass
@@ -337,15 +383,16 @@ class _Delta:
             if part not in parts:
                 raise CheckpointError(f"{source.label} lacks {part.removesuffix('.weight')} of {module!r}.")
         keys = (parts[wanted[0]], parts[wanted[1]])
+        for key in parts.values():
+            check_floating(source.label, key, source.infos[key].dtype)
         a, b = (source.infos[key].shape for key in keys)
-        settings, stacked = source.settings, 0
-        targeted = _is_targeted(source, f"{module}.{parameter}")
+        stacked, targeted = 0, source.targets(f"{module}.{parameter}")
         name = f"{module}.{parameter}" if targeted else module
-        rank = _by_pattern(settings.get("rank_pattern"), name, settings.get("r", 8))
-        alpha = _by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
+        rank, alpha = source.rank(name), source.alpha(name)
         if targeted and (full := model.get_submodule(module)._parameters[parameter]).ndim == 3:
             stacked = full.shape[0]
-        if min(len(a), len(b)) < 2 or a[0] != rank * max(stacked, 1) or b[1] != a[0]:
+        fits = min(len(a), len(b)) > 1 and a[0] == b[1] == rank * max(stacked, 1) and set(b[2:]) <= {1}
+        if not fits or ((embedding or stacked) and len(a) + len(b) > 4):
             raise CheckpointError(
                 f"{source.label}: the factors of {module!r} have shapes {a} and {b}, but its configuration asks for "
                 f"rank {rank}."
@@ -356,7 +403,7 @@ class _Delta:
             shape = (stacked, a[1], b[0]) if transposed else (stacked, b[0], a[1])
         else:
             shape = (a[1], b[0]) if embedding else (b[0], *a[1:])
-        scaling = alpha / (sqrt(rank) if settings.get("use_rslora") else rank)
+        scaling = alpha / (sqrt(rank) if source.settings.get("use_rslora") else rank)
         return cls(source, keys, scaling, TensorInfo(shape, torch.float32), stacked, transposed)
 
     def scaled(self, key: str) -> Tensor:
@@ -370,11 +417,3 @@ class _Delta:
             b = b.reshape(b.shape[0], -1, self.stacked).permute(2, 0, 1)
         product = self.times * self.scaling * (b.flatten(1) @ a.flatten(1) if not self.stacked else b @ a)
         return (product.mT if self.transposed else product).reshape(self.info.shape)
-
-
-def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
-    """What peft's `rank_pattern` and `alpha_pattern` say of a module."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default

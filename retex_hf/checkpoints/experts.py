@@ -101,6 +101,10 @@ def check_experts(
         if unexpected.get(task):
             extra = unexpected[task]
             raise CheckpointError(f"{expert.label} has {len(extra)} tensor(s) the model does not: {shorten(extra)}.")
+    for checkpoint in (base, *experts.values()):
+        for name in wanted:
+            if name in checkpoint:
+                check_floating(checkpoint.label, name, checkpoint.entries[name][0].dtype)
     body = [name for name in wanted if name not in head_names]
     present = [name for name in body if name in base]
     if 2 * len(present) < len(body):
@@ -122,6 +126,12 @@ def check_experts(
         else:
             names.append(name)
     return ExpertSet(base, experts, names, heads)
+
+
+def check_floating(label: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a weight that is stored as whole numbers."""
+    if not dtype.is_floating_point:
+        raise CheckpointError(f"{label}: tensor {name!r} has dtype {dtype}, expected floating point.")
 
 
 def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) -> bool:
@@ -176,10 +186,11 @@ def read_finite(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = N
 
 def check_range(tensor: Tensor, label: str, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """The same tensor, if it is finite, in `dtype` too."""
+    check_floating(label, name, tensor.dtype)
     if not tensor.numel():
         return tensor
     # NaN and infinity show in the extremes, which take one pass and no memory.
-    extremes = torch.aminmax(tensor if tensor.dtype.itemsize > 1 else tensor.float())
+    extremes = torch.aminmax(tensor)
     if not all(value.isfinite() for value in extremes):
         raise CheckpointError(f"{label}: tensor {name!r} holds NaN or infinite values.")
     largest = max(value.abs().item() for value in extremes)

@@ -4,8 +4,6 @@ and files are memory-mapped, so reading one tensor costs that tensor."""
 from __future__ import annotations
 
 import hashlib
-import re
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +14,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, brief
 from ..reading import read_json
+from .torch_files import read_torch_file
 
+# The dtypes that are read. Of others (complex, eight bits and fewer, wide unsigned ones) torch lacks operations, or
+# the numbers mean something only with others that are stored beside them.
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+DTYPES = frozenset(SAFETENSORS_DTYPES.values())
+# Names have a hundred characters. Whatever looks at one may take time with its length.
+LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,20 @@ def open_state_dict(tensors: Mapping[str, Tensor], label: str, **kwargs: Any) ->
             raise CheckpointError(f"{label}: a tensor's name must be a string, not {name!r}.")
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{label}: {name!r} must be a tensor, not a {type(value).__name__}.")
+        check_plain(f"{label}: tensor {name!r}", value)
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     return MemorySource(label, infos, tensors=tensors, **kwargs)
+
+
+def check_plain(what: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not dense, or not of plain real numbers; `what` names it."""
+    if tensor.is_meta:
+        raise CheckpointError(f"{what} is on the meta device: it has no numbers.")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise CheckpointError(f"{what} has the layout {layout}, expected a dense tensor.")
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(f"{what} has the unsupported dtype {tensor.dtype}.")
 
 
 def open_files(files: list[Path], label: str, **kwargs: Any) -> Source:
@@ -99,8 +114,17 @@ def open_files(files: list[Path], label: str, **kwargs: Any) -> Source:
         return _open_safetensors(files, label, **kwargs)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors.update(_load_torch_file(file))
+        for name, tensor in read_torch_file(file).items():
+            _check_name(file, name, tensors)
+            tensors[name] = tensor
     return open_state_dict(tensors, label, files=tuple(files), **kwargs)
+
+
+def _check_name(file: Path, name: Any, known: Mapping[str, Any]) -> None:
+    if name in known:
+        raise CheckpointError(f"{file} holds tensor {name!r}, which another file of the same weights holds too.")
+    if isinstance(name, str) and len(name) > LONGEST_NAME:
+        raise CheckpointError(f"{file} holds a tensor whose name has {len(name)} characters: {brief(name, 60)}.")
 
 
 def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> SafetensorsSource:
@@ -109,10 +133,7 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
         try:
             handle = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118  (not a dict)
-                if name in infos:
-                    raise CheckpointError(
-                        f"{file} holds tensor {name!r}, which another file of the same weights holds too."
-                    )
+                _check_name(file, name, infos)
                 piece = handle.get_slice(name)
                 infos[name] = TensorInfo(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()])
                 handles[name] = handle
@@ -123,29 +144,6 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
         except KeyError as error:
             raise CheckpointError(f"{file}: tensor {name!r} has the unsupported dtype {error}.") from None
     return SafetensorsSource(label, infos, handles=handles, files=tuple(files), **kwargs)
-
-
-def _load_torch_file(file: Path) -> dict[str, Tensor]:
-    try:
-        # Files of torch before 1.6 are no zip archives and cannot be mapped.
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist.") from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {first_line(error)}") from None
-    except Exception as error:  # torch's reader refuses what is no tensor, and trips over what is damaged
-        # torch's own text recommends loading without the safeguard.
-        found = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
-        reason = (
-            f"it also holds {found[1]}, which could run code" if found else "it is damaged, or another kind of file"
-        )
-        raise CheckpointError(f"{file} cannot be read as a file of plain tensors: {reason}.") from None
-    # OpenCLIP's training checkpoints keep the weights under this key, beside the optimiser.
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file} holds a {type(loaded).__name__}, not named tensors.")
-    return loaded
 
 
 def weight_files(

@@ -454,12 +454,12 @@ def test_a_prompt_asks_for_columns_only(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rank_pattern": {"(a+)+b": 2}}, "'(a+)+b', expected a name, or a pattern with few repetitions"),
-        ({"rank_pattern": {"(.*.*.*.*.*x": 2}}, "expected a name"),
-        ({"alpha_pattern": {"(": 2}}, "expected a name"),
-        ({"rank_pattern": {"a": "x"}}, "the value 'x', expected a number above 0"),
+        ({"rank_pattern": {"(?=a)b": 2}}, "'(?=a)b', which has a group that is more than a group: expected names"),
+        ({"rank_pattern": {"(.*.*.*.*.*x": 2}}, "expected names"),
+        ({"alpha_pattern": {"(": 2}}, "expected names"),
+        ({"rank_pattern": {"a": "x"}}, "the value 'x', expected a whole number above 0"),
         ({"rank_pattern": [1]}, "rank_pattern of its configuration must be names and numbers"),
-        ({"r": "2"}, "r of its configuration must be a whole number, not '2'"),
+        ({"r": "2"}, "r of its configuration must be a whole number above 0, and at most 2147483648, not '2'"),
         ({"auto_mapping": [1]}, "auto_mapping of its configuration must be keys and values"),
         ({"task_type": ["x"]}, "task_type of its configuration must be a text"),
     ],

@@ -1,0 +1,265 @@
+"""Patterns of strangers for names of modules, matched in time that is known beforehand.
+
+peft's `rank_pattern` and `alpha_pattern` are regular expressions. Python's own matcher tries one way after another, and
+a pattern of twenty characters can keep it busy for years. Here all ways are followed at once (a set of states, one step
+per character), so a match takes no longer than the length of the pattern times the length of the name. Syntax that
+needs more than that (references, lookaround, flags), or that nobody writes, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError, brief
+
+MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 500, 2_000, 20
+# For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a million at most.
+MOST_STEPS = 10_000_000
+SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^' and '$'"
+
+CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
+# What Python may one day read as an operation on sets.
+SET_OPERATION = re.compile(r"\[|--|&&|~~|\|\|")
+REPEAT = re.compile(r"[*+?]|\{([0-9]{0,4})(?:(,)([0-9]{0,4}))?\}")
+SHORTHANDS = frozenset("dDwWsS")
+
+THEN, EITHER, REPEATED, LITERAL, STEP, START, END, FORK, ACCEPT = range(9)
+# A kind and what belongs to it: parts, a part with its least and most number, a character, or a test of one.
+Node = tuple[int, Any]
+# A kind, a test of the next character (of a STEP), and the states that follow.
+State = tuple[int, Callable[[str], Any] | None, tuple[int, ...]]
+
+
+class PatternError(ValueError):
+    """A pattern is not in the syntax that is matched here, or takes too long."""
+
+
+class Pattern:
+    """A regular expression, matched as peft does it: `re.match(rf"(.*\\.)?({text})$", name)`.
+
+    >>> from retex_hf.checkpoints.patterns import Pattern
+    >>> pattern = Pattern("layer.[0-9]+.*(query|key)")
+    >>> [pattern.matches(name)[0] for name in ("h.layer.11.self.key", "layer.x.key", "my_layer.0.key")]
+    [True, False, False]
+    """
+
+    def __init__(self, text: str) -> None:
+        self._states: list[State] = [(ACCEPT, None, ())]
+        self._pieces = 0
+        node = _Parser(text).parse()
+        self._first, self._ending = self._add(node, 0), _ending(node)
+
+    def matches(self, name: str, most_steps: int = MOST_STEPS) -> tuple[bool, int]:
+        """Whether a name matches, and how many steps it took to know; refuse more steps than `most_steps`.
+
+        Names are read from the end, where they differ: most patterns are done with at once.
+        """
+        if not name.endswith((self._ending, f"{self._ending}\n")):
+            return False, 1
+        steps, broken = 0, name.find("\n")
+        for end in [len(name), len(name) - 1] if name.endswith("\n") else [len(name)]:
+            states = {self._first}
+            for place in range(end, -1, -1):
+                states = self._closed(states, place, name)
+                steps += 1 + len(states)
+                if steps > most_steps:
+                    raise PatternError("takes too long to match")
+                # Before the pattern stands nothing, or peft's own `.*\.`, which does not go past the end of a line.
+                if 0 in states and (place == 0 or (name[place - 1] == "." and not 0 <= broken < place - 1)):
+                    return True, steps
+                char = name[place - 1] if place else ""
+                known = (self._states[state] for state in states)
+                states = {after[0] for kind, fits, after in known if kind == STEP and char and fits(char)}
+                if not states:
+                    break
+        return False, steps
+
+    def _closed(self, states: set[int], place: int, name: str) -> set[int]:
+        """The states that are reached without another character."""
+        found, pending = set(), list(states)
+        at_end = place == len(name) or (place == len(name) - 1 and name[place] == "\n")
+        while pending:
+            state = pending.pop()
+            if state in found:
+                continue
+            found.add(state)
+            kind, _, after = self._states[state]
+            if kind == FORK or (kind == START and place == 0) or (kind == END and at_end):
+                pending.extend(after)
+        return found
+
+    def _add(self, node: Node, after: int) -> int:
+        """Add the states of a part that is followed, towards the start of a name, by the state `after`."""
+        self._pieces += 1
+        if self._pieces > MOST_STATES:
+            raise PatternError("has too many repetitions")
+        kind, value = node
+        if kind == THEN:
+            for part in value:
+                after = self._add(part, after)
+            return after
+        if kind == EITHER:
+            return self._new(FORK, None, *(self._add(part, after) for part in value))
+        if kind != REPEATED:
+            return self._new(STEP, value.__eq__, after) if kind == LITERAL else self._new(kind, value, after)
+        part, least, most = value
+        if most is None:
+            loop = self._new(FORK, None)
+            self._states[loop] = (FORK, None, (self._add(part, loop), after))
+            after = loop
+        for _ in range(0 if most is None else most - least):
+            after = self._new(FORK, None, self._add(part, after), after)
+        for _ in range(least):
+            after = self._add(part, after)
+        return after
+
+    def _new(self, kind: int, fits: Callable[[str], Any] | None, *after: int) -> int:
+        self._states.append((kind, fits, after))
+        return len(self._states) - 1
+
+
+class Patterns:
+    """What peft's `rank_pattern` or `alpha_pattern` says: the value of the first pattern that matches counts.
+
+    `where` names the setting in messages.
+    """
+
+    def __init__(self, values: Mapping[str, float], where: str) -> None:
+        self._where, self._left = where, MOST_STEPS
+        if len(values) > MOST_PATTERNS:
+            raise CheckpointError(f"{where} has {len(values)} patterns, expected {MOST_PATTERNS} at most.")
+        self._patterns: list[tuple[str, Pattern, float]] = []
+        for text, value in values.items():
+            try:
+                self._patterns.append((text, Pattern(text), value))
+            except PatternError as error:
+                raise CheckpointError(f"{where} has {brief(text)}, which {error}: expected {SYNTAX}.") from None
+
+    def value(self, name: str, default: float) -> float:
+        """The value of a module, or the default where no pattern matches its name."""
+        for text, pattern, value in self._patterns:
+            try:
+                found, steps = pattern.matches(name, self._left)
+            except PatternError as error:
+                raise CheckpointError(f"{self._where} has {brief(text)}, which {error}: expected names.") from None
+            self._left -= steps
+            if found:
+                return value
+        return default
+
+
+class _Parser:
+    """Reads a pattern; refuses what is not on the list of syntax."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise PatternError(f"is longer than {MOST_CHARACTERS} characters")
+        self._text, self._place, self._level = text, 0, 0
+
+    def parse(self) -> Node:
+        node = self._choices()
+        if self._place < len(self._text):
+            raise PatternError("closes a group that is not open")
+        return node
+
+    def _choices(self) -> Node:
+        choices = [self._parts()]
+        while self._take("|"):
+            choices.append(self._parts())
+        return choices[0] if len(choices) == 1 else (EITHER, choices)
+
+    def _parts(self) -> Node:
+        parts = []
+        while self._place < len(self._text) and self._text[self._place] not in "|)":
+            parts.append(self._repeated(self._part()))
+        return THEN, parts
+
+    def _part(self) -> Node:
+        if self._take("("):
+            return self._group()
+        if self._take("^"):
+            return START, None
+        if self._take("$"):
+            return END, None
+        if self._take("."):
+            return STEP, "\n".__ne__
+        if found := CLASS.match(self._text, self._place):
+            self._place = found.end()
+            return STEP, _one_of(found[0])
+        char = self._text[self._place]
+        if char in "*+?{[":
+            raise PatternError(f"has {char!r} where nothing can be repeated or chosen")
+        self._place += 1
+        if char != "\\":
+            return LITERAL, char
+        escaped = self._text[self._place : self._place + 1]
+        self._place += 1
+        if escaped in SHORTHANDS:
+            return STEP, re.compile(f"\\{escaped}").match
+        if not escaped or _is_special(escaped):
+            raise PatternError(f"has '\\{escaped}'")
+        return LITERAL, escaped
+
+    def _group(self) -> Node:
+        if self._take("?") and not self._take(":"):
+            raise PatternError("has a group that is more than a group")
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise PatternError("is nested too deeply")
+        node = self._choices()
+        if not self._take(")"):
+            raise PatternError("has a group that is not closed")
+        self._level -= 1
+        return THEN, [node]  # which can be repeated, as an anchor cannot
+
+    def _repeated(self, node: Node) -> Node:
+        found = REPEAT.match(self._text, self._place)
+        if found is None:
+            return node
+        if node[0] in (START, END):
+            raise PatternError("repeats an anchor")
+        self._place = found.end()
+        self._take("?")  # lazy or not, the same names match
+        if self._place < len(self._text) and self._text[self._place] in "*+?{":
+            raise PatternError("repeats a repetition")
+        if found[0] in "*+?":
+            return REPEATED, (node, int(found[0] == "+"), 1 if found[0] == "?" else None)
+        least = int(found[1] or 0)
+        most = least if found[2] is None else int(found[3]) if found[3] else None
+        if found[0] == "{}" or (most is not None and most < least):
+            raise PatternError(f"has {found[0]!r}")
+        return REPEATED, (node, least, most)
+
+    def _take(self, char: str) -> bool:
+        taken = self._text.startswith(char, self._place)
+        self._place += taken
+        return taken
+
+
+def _ending(node: Node) -> str:
+    """The characters that every match ends with."""
+    ending = ""
+    for kind, value in reversed(node[1] if node[0] == THEN else ()):
+        if kind != LITERAL:
+            break
+        ending = value + ending
+    return ending
+
+
+def _is_special(escaped: str) -> bool:
+    """Whether a letter or digit after a backslash means something else than itself, or nothing."""
+    return escaped.isascii() and escaped.isalnum()
+
+
+def _one_of(text: str) -> Callable[[str], Any]:
+    """A test of one character for a class of them; Python's own reader, which has nothing to try on one character."""
+    escaped = re.findall(r"\\(.)", text, re.DOTALL)
+    plain = re.sub(r"\\.", "", text[1:-1], flags=re.DOTALL)
+    if SET_OPERATION.search(plain) or any(_is_special(char) and char not in SHORTHANDS for char in escaped):
+        raise PatternError(f"has the class {brief(text)}")
+    try:
+        return re.compile(text).match
+    except re.error:
+        raise PatternError(f"has the class {brief(text)}") from None
