@@ -6,6 +6,7 @@ An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building fr
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from .config import RetexConfig
-from .errors import ConfigError
+from .errors import ConfigError, brief
 from .reading import read_yaml
 from .recovery import TrainingConfig
 
@@ -26,6 +27,8 @@ OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse"}
 # What says how reference inputs are read, besides where they are.
 OF_REFERENCES = ("split", "input_column", "max_length", "seed")
 SIGNED_IN_MEMORY = "fit signatures on batches in memory"
+# Sums depend on their number in the last bit, so a recipe may ask for more than there are cores; not for any number.
+MOST_THREADS = max(256, os.cpu_count() or 1)
 PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
 
 
@@ -135,8 +138,7 @@ class Recipe:
             raise ConfigError(
                 f"data names no source for the task {missing[0]!r}; signatures need inputs of every task."
             )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be a positive number, not {self.threads}.")
+        _check_threads(self.threads)
         for change in self.changes:
             if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
                 raise ConfigError(f"A change must be an add, a remove or a sign, not {change!r}.")
@@ -225,12 +227,19 @@ def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
 @contextmanager
 def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
     """As many threads as the recipe was built with, if it says so."""
-    usual = torch.get_num_threads()
-    torch.set_num_threads((recipe or {}).get("threads") or usual)
+    usual, wanted = torch.get_num_threads(), (recipe or {}).get("threads")
+    _check_threads(wanted)
+    torch.set_num_threads(wanted or usual)
     try:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def _check_threads(threads: Any) -> None:
+    whole = isinstance(threads, int) and not isinstance(threads, bool)
+    if threads is not None and not (whole and 1 <= threads <= MOST_THREADS):
+        raise ConfigError(f"threads must be a positive number of at most {MOST_THREADS}, not {brief(threads)}.")
 
 
 def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:

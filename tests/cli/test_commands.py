@@ -124,7 +124,8 @@ def test_predict_reads_texts_from_everywhere(built, form, mark, tmp_path, monkey
     lines, rows = "\n".join(TEXTS) + "\n", "\n".join(json.dumps({"text": text, "id": 3}) for text in TEXTS)
     (tmp_path / "in.txt").write_text(mark + lines)
     (tmp_path / "in.jsonl").write_text(mark + rows)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(mark + (rows if form == "stdin-jsonl" else lines)))
+    given = (mark + (rows if form == "stdin-jsonl" else lines)).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     arguments = {
         "text": [part for text in TEXTS for part in ("--text", text)],
         "txt": [str(tmp_path / "in.txt")],
