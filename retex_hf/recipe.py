@@ -197,6 +197,25 @@ def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str,
     return {task: found[task] for task in tasks if task in found}
 
 
+def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool, instead: str) -> None:
+    """Refuse to read what an artifact's recipe names, unless its author is trusted.
+
+    The artifact may be a stranger's: what it names would be asked of the Hub, or read from this machine and shown.
+
+    Args:
+        named: What would be read, and where the recipe says that it is.
+        artifact: Whose recipe it is.
+        trusted: Whether the caller has said so.
+        instead: How the caller can name it.
+    """
+    if named and not trusted:
+        shown = ", ".join(f"{what}: {brief(source)}" for what, source in named.items())
+        raise ConfigError(
+            f"The recipe in {artifact} names what to read ({shown}): pass --trust-recipe if you trust its author, or "
+            f"{instead}."
+        )
+
+
 def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
     """How the inputs were read that all tasks were last signed with: `OF_REFERENCES`, where not at their defaults.
 
