@@ -13,7 +13,7 @@ from ..folders import check_target
 from ..model import RetexModel
 from ..predictor import PROMPT, Predictor, preprocessor_of
 from ..printing import as_json, say
-from ..recipe import check_trusted, known_data, last_references
+from ..recipe import check_trusted, known_base, known_data, known_experts, last_references
 from .options import POSITIONAL, Options
 from .reading import read_classes
 
@@ -123,16 +123,16 @@ class EvalOptions(Options):
 
     def _individual(self, recipe: dict, tasks: list[str]) -> tuple[dict[str, str], str | None]:
         """The experts and their base: those that the caller names, and else those of a recipe that is trusted."""
-        added = {change["add"]: change["expert"] for change in recipe.get("changes", []) if "add" in change}
-        found = {**recipe.get("experts", {}), **added, **self.experts}
+        found = {**known_experts(recipe), **self.experts}
         missing = [task for task in tasks if task not in found]
         if missing:
             raise ConfigError(f"Nothing says where the expert of {missing[0]!r} is: pass --expert {missing[0]}=SOURCE.")
         named = {f"expert {task!r}": found[task] for task in tasks if task not in self.experts}
-        if self.base is None and recipe.get("base") is not None:
-            named["base"] = recipe["base"]
+        base = self.base or known_base(recipe)
+        if self.base is None and base is not None:
+            named["base"] = base
         check_trusted(named, self.artifact, self.trust_recipe, "name them with --expert TASK=SOURCE and --base")
-        return {task: found[task] for task in tasks}, self.base or recipe.get("base")
+        return {task: found[task] for task in tasks}, base
 
     def _keep(self, model: RetexModel, report: Report) -> None:
         if self.results_dir is not None:
