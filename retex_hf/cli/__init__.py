@@ -54,22 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
     if closed:
         streams.complain(f"{name}: standard output is closed: there is nowhere to put results.")
         return 2
-    leaving = None
+    code, leaving = 0, None
     try:
-        code = _dispatch(arguments)
-    except SystemExit as error:  # argparse has shown its help
-        leaving, code = error, 0
+        try:
+            code = _dispatch(arguments)
+        except SystemExit as error:  # argparse has shown its help
+            leaving = error
+        sys.stdout.flush()  # here, and not at the interpreter's end, where a full disk is a traceback
     except BrokenPipeError:  # `retex predict ... | head` has what it wanted
         streams.abandon()
-        return 0
-    try:
-        sys.stdout.flush()  # here, and not at the interpreter's end, where a full disk is a traceback
+        return code
     except OSError as error:
         streams.abandon()
-        if code == 0 and not isinstance(error, BrokenPipeError):
+        if code == 0:  # else it was said already what is wrong
             streams.complain(f"{name}: standard output: {error.strerror}.")
-            code = 2
-        return code
+        return 2
     if leaving is not None:
         raise leaving
     return code
