@@ -302,7 +302,10 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rank": (lambda v: v == "full" or _is_int(v, 1), 'a positive integer or "full"'),
     "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
     "rank_budget": (lambda v: v is None or (_is_number(v) and 0 < v <= 1), "a share in (0, 1] or None"),
-    "task_embedding_dim": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
+    "task_embedding_dim": (
+        lambda v: v is None or (_is_int(v, 1) and v <= 65_536),
+        "a positive integer of at most 65536 or None",
+    ),
     "merge": (
         lambda v: isinstance(v["method"] if isinstance(v, dict) and "method" in v else v, str) and v != "",
         'a method name, a dict with a "method" name, or a path',

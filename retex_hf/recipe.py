@@ -6,6 +6,7 @@ An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building fr
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from .config import RetexConfig
-from .errors import ConfigError
+from .errors import ConfigError, brief
 from .reading import read_yaml
 from .recovery import TrainingConfig
 
@@ -26,6 +27,8 @@ OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse"}
 # What says how reference inputs are read, besides where they are.
 OF_REFERENCES = ("split", "input_column", "max_length", "seed")
 SIGNED_IN_MEMORY = "fit signatures on batches in memory"
+# Sums depend on their number in the last bit, so a recipe may ask for more than there are cores; not for any number.
+MOST_THREADS = max(256, os.cpu_count() or 1)
 PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
 
 
@@ -135,8 +138,7 @@ class Recipe:
             raise ConfigError(
                 f"data names no source for the task {missing[0]!r}; signatures need inputs of every task."
             )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be a positive number, not {self.threads}.")
+        _check_threads(self.threads)
         for change in self.changes:
             if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
                 raise ConfigError(f"A change must be an add, a remove or a sign, not {change!r}.")
@@ -189,10 +191,47 @@ def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str,
     {'a': 'a.txt', 'b': 'b.txt'}
     """
     recipe = recipe or {}
-    found = dict(recipe.get("data", {}))
-    for change in recipe.get("changes", []):
-        found |= change.get("sign", change).get("data", {})
+    found = {}
+    for references in (recipe, *(change.get("sign", change) for change in stored_changes(recipe))):
+        found |= _read_references(references).get("data", {})
     return {task: found[task] for task in tasks if task in found}
+
+
+def known_experts(recipe: dict[str, Any]) -> dict[str, str]:
+    """The experts that a recipe names, in the build or in later changes."""
+    built = recipe.get("experts", {})
+    _check_kind(built, "dict[str, str]", "'experts' of the artifact's recipe")
+    added = [(change["add"], change.get("expert")) for change in stored_changes(recipe) if "add" in change]
+    wrong = [pair for pair in added if not all(isinstance(part, str) for part in pair)]
+    if wrong:
+        raise ConfigError(f"A change of the artifact's recipe must add a task and its expert, not {brief(wrong[0])}.")
+    return built | dict(added)
+
+
+def known_base(recipe: dict[str, Any]) -> str | None:
+    """The base that a recipe names."""
+    if recipe.get("base") is not None:
+        _check_kind(recipe["base"], "str", "'base' of the artifact's recipe")
+    return recipe.get("base")
+
+
+def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool, instead: str) -> None:
+    """Refuse to read what an artifact's recipe names, unless its author is trusted.
+
+    The artifact may be a stranger's: what it names would be asked of the Hub, or read from this machine and shown.
+
+    Args:
+        named: What would be read, and where the recipe says that it is.
+        artifact: Whose recipe it is.
+        trusted: Whether the caller has said so.
+        instead: How the caller can name it.
+    """
+    if named and not trusted:
+        shown = ", ".join(f"{what}: {brief(source)}" for what, source in named.items())
+        raise ConfigError(
+            f"The recipe in {artifact} names what to read ({shown}): pass --trust-recipe if you trust its author, or "
+            f"{instead}."
+        )
 
 
 def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
@@ -203,8 +242,28 @@ def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
     {'max_length': 64}
     """
     recipe = recipe or {}
-    signings = [change["sign"] for change in recipe.get("changes", []) if "sign" in change]
-    return {key: value for key, value in (signings or [recipe])[-1].items() if key in OF_REFERENCES}
+    signings = [change["sign"] for change in stored_changes(recipe) if "sign" in change]
+    last = _read_references((signings or [recipe])[-1])
+    return {key: value for key, value in last.items() if key in OF_REFERENCES}
+
+
+def stored_changes(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the changes in an artifact's recipe, which is read as plain values and may hold anything."""
+    changes = recipe.get("changes", [])
+    if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
+        raise ConfigError(f"'changes' of the artifact's recipe must be a list of changes, not {brief(changes)}.")
+    return changes
+
+
+def _read_references(values: Any) -> dict[str, Any]:
+    """Return what says where reference inputs are and how they are read, each of its own kind."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"'sign' of the artifact's recipe must hold keys and values, not {brief(values)}.")
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Recipe)}
+    found = {key: values[key] for key in ("data", *OF_REFERENCES) if values.get(key) is not None}
+    for key, value in found.items():
+        _check_kind(value, kinds[key], f"{key!r} of the artifact's recipe")
+    return found
 
 
 def signed_task_in_memory(task: str) -> str:
@@ -225,12 +284,19 @@ def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
 @contextmanager
 def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
     """As many threads as the recipe was built with, if it says so."""
-    usual = torch.get_num_threads()
-    torch.set_num_threads((recipe or {}).get("threads") or usual)
+    usual, wanted = torch.get_num_threads(), (recipe or {}).get("threads")
+    _check_threads(wanted)
+    torch.set_num_threads(wanted or usual)
     try:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def _check_threads(threads: Any) -> None:
+    whole = isinstance(threads, int) and not isinstance(threads, bool)
+    if threads is not None and not (whole and 1 <= threads <= MOST_THREADS):
+        raise ConfigError(f"threads must be a positive number of at most {MOST_THREADS}, not {brief(threads)}.")
 
 
 def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
@@ -280,10 +346,15 @@ KINDS = {
 def _check_kind(value: Any, annotation: str, where: str) -> None:
     if annotation == "dict[str, str]":
         if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
-            raise ConfigError(f"{where} must hold names and texts, not {value!r}.")
+            raise ConfigError(f"{where} must hold names and texts, not {brief(value)}.")
     elif annotation.startswith("list[") and not isinstance(value, list):
-        raise ConfigError(f"{where} must be a list, not {value!r}.")
+        raise ConfigError(f"{where} must be a list, not {brief(value)}.")
+    elif annotation == "str | list[str] | None":
+        if not isinstance(value, str) and not (
+            isinstance(value, list) and all(isinstance(part, str) for part in value)
+        ):
+            raise ConfigError(f"{where} must be a text or a list of texts, not {brief(value)}.")
     elif annotation in KINDS:
         kind, words = KINDS[annotation]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{where} must be {words}, not {value!r}.")
+            raise ConfigError(f"{where} must be {words}, not {brief(value)}.")

@@ -31,7 +31,7 @@ from .checkpoints import (
     take_inventory,
 )
 from .config import matches
-from .errors import CheckpointError, ConfigError, RetexError, TaskError, shorten
+from .errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
 from .execution import ExpertCache, ExpertRunner, copy_with, in_own_dtypes, task_index, trunk_cost
 from .execution.choice import find_fixed
 from .libraries import as_inputs, library_of
@@ -244,14 +244,15 @@ def _check_request(
 
 
 def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
-    """The base that an adapter is laid over: by default the one that the model was built from."""
+    """The base that an adapter is laid over: the caller's, since what an artifact's recipe names is not asked for."""
     if not isinstance(source, AdapterSource):
         if base is not None:
             raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
         return None
-    base = (parts.recipe or {}).get("base") if base is None else base
     if base is None:
-        raise CheckpointError(f"{source.label} is an adapter: say with base= which model it was trained on.")
+        named = (parts.recipe or {}).get("base")
+        hint = "" if named is None else f" (the recipe names {brief(named)})"
+        raise CheckpointError(f"{source.label} is an adapter: say with base= which model it was trained on{hint}.")
     return open_source(base, "the base", token=token, cache_dir=cache_dir)
 
 

@@ -7,10 +7,11 @@ traceback.
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
+
+from . import streams
 
 # Command -> (module, options class, what it does). Modules are imported when their command is called: `retex --help`
 # does not wait for torch.
@@ -47,6 +48,33 @@ Example, from experts to answers:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    name = f"retex {arguments[0]}" if arguments and arguments[0] in COMMANDS else "retex"
+    closed = sys.stdout is None
+    streams.prepare()
+    if closed:
+        streams.complain(f"{name}: standard output is closed: there is nowhere to put results.")
+        return 2
+    code, leaving = 0, None
+    try:
+        try:
+            code = _dispatch(arguments)
+        except SystemExit as error:  # argparse has shown its help
+            leaving = error
+        sys.stdout.flush()  # here, and not at the interpreter's end, where a full disk is a traceback
+    except BrokenPipeError:  # `retex predict ... | head` has what it wanted
+        streams.abandon()
+        return code
+    except OSError as error:
+        streams.abandon()
+        if code == 0:  # else it was said already what is wrong
+            streams.complain(f"{name}: standard output: {error.strerror}.")
+        return 2
+    if leaving is not None:
+        raise leaving
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {text}" for name, (_, _, text) in COMMANDS.items()]
@@ -59,14 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
-        print(f"retex: there is no command {name!r}; {hint}", file=sys.stderr)
+        streams.complain(f"retex: there is no command {name!r}; {hint}")
         return 2
     return _run(name, rest)
 
 
 def _run(name: str, arguments: list[str]) -> int:
     from ..errors import RetexError, first_line
-    from ..printing import say
+    from ..printing import visible
 
     module_name, class_name, _ = COMMANDS[name]
     try:
@@ -74,19 +102,17 @@ def _run(name: str, arguments: list[str]) -> int:
         parsed = options.parse(f"retex {name}", arguments)
         _be_quiet()
         parsed.run()
-        sys.stdout.flush()
     except RetexError as error:
-        say(f"retex {name}: {error}", file=sys.stderr)
+        streams.complain(visible(f"retex {name}: {error}", keep="\n\t"))
         return 2
-    except BrokenPipeError:  # `retex predict ... | head` has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
-        say(f"retex {name}: {where}{error.strerror or first_line(error)}.", file=sys.stderr)
+        streams.complain(visible(f"retex {name}: {where}{error.strerror or first_line(error)}."))
         return 2
     except KeyboardInterrupt:
-        print(f"retex {name}: interrupted.", file=sys.stderr)
+        streams.complain(f"retex {name}: interrupted.")
         return 130
     return 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from typing import Annotated
 
+from ..errors import ConfigError
 from .options import POSITIONAL, Options
 
 
@@ -36,4 +38,10 @@ class DemoOptions(Options):
     def run(self) -> None:
         from ..demo import launch  # says what to install, where the extra is missing
 
+        if self.port is not None and not 1 <= self.port <= 65_535:
+            raise ConfigError(f"--port must be from 1 to 65535, not {self.port}.")
+        try:
+            socket.getaddrinfo(self.host, self.port)
+        except (OSError, UnicodeError):
+            raise ConfigError(f"--host {self.host!r} is no address of this machine.") from None
         launch(self.artifact, server_name=self.host, server_port=self.port, inbrowser=self.open, revision=self.revision)

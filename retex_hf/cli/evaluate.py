@@ -14,7 +14,7 @@ from ..model import RetexModel
 from ..paths import as_path
 from ..predictor import PROMPT, Predictor, preprocessor_of
 from ..printing import as_json, say
-from ..recipe import known_data, last_references
+from ..recipe import check_trusted, known_base, known_data, known_experts, last_references
 from .options import POSITIONAL, Options
 from .reading import read_classes
 
@@ -27,17 +27,19 @@ class EvalOptions(Options):
 
     Args:
         artifact: A folder or Hub id.
-        data: Labelled data of a task, as for sign. Default: the data named in the artifact's recipe.
+        data: Labelled data of a task, as for sign. Default: with --trust-recipe, the data named in the artifact's
+            recipe.
+        trust_recipe: Read what the artifact's own recipe names: data, and with --individual experts and base, on this
+            machine or the Hub. For artifacts that you or people you trust built.
         split: Which part of the data.
         input_column: The column of texts or images, or two of them, [a, b]. Default: with the recipe's data, the
             recipe's; else found by common names.
         label_column: The column of labels. Default: found by common names.
         max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
         rows: Take at most so many rows of each task, drawn at random.
-        individual: Also run the experts themselves (those of the recipe, or of --expert), and give figures relative to
-            them. They are held in memory.
-        experts: An expert for --individual, if it is elsewhere than the recipe says. Once per task.
-        base: The base for --individual, if it is elsewhere than the recipe says.
+        individual: Also run the experts themselves, and give figures relative to them. They are held in memory.
+        experts: An expert for --individual. Once per task. Default: with --trust-recipe, those of the recipe.
+        base: The base for --individual. Default: with --trust-recipe, that of the recipe.
         batch_size: Rows per call.
         classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
         prompt: For those: what a class name is put into.
@@ -49,13 +51,14 @@ class EvalOptions(Options):
     """
 
     EXAMPLES = """
-        retex eval my-retex
-        retex eval my-retex --data a=data/a --data b=data/b --rows 500 --individual
-        retex eval my-retex --json > figures.json
+        retex eval my-retex --data a=data/a --data b=data/b --rows 500
+        retex eval my-retex --trust-recipe --individual
+        retex eval my-retex --trust-recipe --json > figures.json
     """
 
     artifact: Annotated[str, POSITIONAL]
     data: dict[str, str] = dataclasses.field(default_factory=dict)
+    trust_recipe: bool = False
     split: str = "test"
     input_column: str | list[str] | None = None
     label_column: str | None = None
@@ -82,11 +85,10 @@ class EvalOptions(Options):
             check_target(self.results_dir)  # before the work, not after it
         model = RetexModel.from_pretrained(self.artifact)
         recipe = model.recipe or {}
-        data = self.data or known_data(recipe, model.tasks)
-        if not data:
-            raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {model.tasks}.")
+        data = self.data or self._trusted_data(recipe, model.tasks)
         if self.save and not as_path(self.artifact).is_dir():
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
+        experts, base = self._individual(recipe, model.tasks) if self.individual else (None, None)
         classes = read_classes(self.classes)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         if self.input_column is None and not self.data:
@@ -97,8 +99,8 @@ class EvalOptions(Options):
         report = evaluate_model(
             predictor,
             tests,
-            experts=self._experts(recipe, model.tasks) if self.individual else None,
-            base=self.base or recipe.get("base"),
+            experts=experts,
+            base=base,
             seed=self.seed,
             batch_size=self.batch_size,
             progress=self.progress,
@@ -112,13 +114,26 @@ class EvalOptions(Options):
         loaded = load_task(task, source, split=self.split, label_names=names, **columns)
         return loaded if self.rows is None else sample_rows(loaded, self.rows, self.seed)
 
-    def _experts(self, recipe: dict, tasks: list[str]) -> dict[str, str]:
-        added = {change["add"]: change["expert"] for change in recipe.get("changes", []) if "add" in change}
-        found = {**recipe.get("experts", {}), **added, **self.experts}
+    def _trusted_data(self, recipe: dict, tasks: list[str]) -> dict[str, str]:
+        named = known_data(recipe, tasks)
+        if not named:
+            raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {tasks}.")
+        shown = {f"data of {task!r}": source for task, source in named.items()}
+        check_trusted(shown, self.artifact, self.trust_recipe, "name the data with --data TASK=SOURCE")
+        return named
+
+    def _individual(self, recipe: dict, tasks: list[str]) -> tuple[dict[str, str], str | None]:
+        """The experts and their base: those that the caller names, and else those of a recipe that is trusted."""
+        found = {**known_experts(recipe), **self.experts}
         missing = [task for task in tasks if task not in found]
         if missing:
             raise ConfigError(f"Nothing says where the expert of {missing[0]!r} is: pass --expert {missing[0]}=SOURCE.")
-        return {task: found[task] for task in tasks}
+        named = {f"expert {task!r}": found[task] for task in tasks if task not in self.experts}
+        base = self.base or known_base(recipe)
+        if self.base is None and base is not None:
+            named["base"] = base
+        check_trusted(named, self.artifact, self.trust_recipe, "name them with --expert TASK=SOURCE and --base")
+        return {task: found[task] for task in tasks}, base
 
     def _keep(self, model: RetexModel, report: Report) -> None:
         if self.results_dir is not None:

@@ -30,6 +30,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help).")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; argparse itself would not say that it cannot be written."""
+        print(self.format_help(), end="", file=file)
+
 
 class Options(ABC):
     """Base of the options of a command. Subclasses are dataclasses with `EXAMPLES` and `run`."""

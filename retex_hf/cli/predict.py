@@ -22,6 +22,7 @@ from .options import POSITIONAL, Options
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
 SHOWN_LENGTH = 60
+MOST_ROWS = 65_536  # of a call, all of which are read before it
 
 
 @dataclasses.dataclass
@@ -85,8 +86,8 @@ class PredictOptions(Options):
             raise InputError("--routing is for inputs whose task is identified; leave out --task.")
         if self.prompt != PROMPT and self.classes is None:
             raise InputError("--prompt is for --classes.")
-        if self.batch_size < 1:
-            raise InputError(f"--batch-size must be a positive number, not {self.batch_size}.")
+        if not 1 <= self.batch_size <= MOST_ROWS:
+            raise InputError(f"--batch-size must be a positive number of at most {MOST_ROWS}, not {self.batch_size}.")
         predictor = self._predictor()
         if self.text:
             inputs: Iterable[Input] = (as_input(read_line(text)) for text in self.text)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from PIL import Image, ImageOps, UnidentifiedImageError
-
-from ..errors import InputError, first_line
+from ..errors import InputError
 from ..evaluation.tasks import IMAGE_SUFFIXES, read_line
+from ..images import read_image
 from ..paths import as_path
 from ..reading import parse_json, read_json
 
 STANDARD_INPUT = "-"
-BYTE_ORDER_MARK = "\ufeff"  # which some editors put before a text
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before a text
+MOST_LINE_BYTES = 10_000_000
 TABLES = (".csv", ".parquet", ".npz")
 TEXT_COLUMNS = ("text", "sentence", "input")
 
@@ -33,7 +34,9 @@ def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterat
     """Inputs from text files (one per line), JSONL files, images, folders of images, or standard input (`-`)."""
     for source in sources:
         if source == STANDARD_INPUT:
-            yield from _lines(_numbered(sys.stdin, "standard input"), "standard input", kind, column)
+            # Bytes: what they mean is not for the locale to say.
+            stream = sys.stdin.buffer
+            yield from _lines(_numbered(stream, "standard input"), "standard input", kind, column)
             continue
         path = as_path(source, InputError)
         if path.is_dir():
@@ -48,18 +51,23 @@ def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterat
         elif path.suffix.lower() in TABLES:
             raise InputError(f"{path} is a table: expected a text file of one input per line, .jsonl, or images.")
         else:
-            with path.open(encoding="utf-8") as stream:
+            with path.open("rb") as stream:
                 yield from _lines(_numbered(stream, str(path)), str(path), kind, column)
 
 
-def _numbered(stream: Any, where: str) -> Iterator[tuple[int, str]]:
-    try:
-        for number, line in enumerate(stream, start=1):
-            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if line.strip():
-                yield number, line.rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise InputError(f"{where} is not text in UTF-8.") from None
+def _numbered(stream: BinaryIO, where: str) -> Iterator[tuple[int, str]]:
+    for number in itertools.count(1):
+        line = stream.readline(MOST_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MOST_LINE_BYTES:
+            raise InputError(f"{where}, line {number} has more than {MOST_LINE_BYTES} bytes.")
+        try:
+            text = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).decode("utf-8")
+        except UnicodeDecodeError:
+            raise InputError(f"{where} is not text in UTF-8 (line {number}).") from None
+        if text.strip():
+            yield number, text.rstrip("\r\n")
 
 
 def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str | None) -> Iterator[Input]:
@@ -95,13 +103,7 @@ def as_input(value: str | Sequence[str]) -> Input:
 def _image(path: Path, kind: str) -> Input:
     if kind != "image":
         raise InputError(f"{path} is an image, but the model takes texts.")
-    try:
-        with Image.open(path) as image:
-            return Input(str(path), ImageOps.exif_transpose(image))  # upright, as cameras note it
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist.") from None
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} is not an image that can be read: {first_line(error)}.") from None
+    return Input(str(path), read_image(path, str(path)))
 
 
 def read_classes(path: Path | None) -> dict[str, list[str]] | None:

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..evaluation.tables import Table, percent
 from ..model import RetexModel
 from ..printing import say
-from ..recipe import known_data, last_references
+from ..recipe import check_trusted, known_data, last_references
 from ..signing import References, sign
 from .options import POSITIONAL, Options
 
@@ -22,8 +22,10 @@ class SignOptions(Options):
     Args:
         artifact: A folder that `retex build` wrote.
         data: Inputs of a task: a text file (one per line), .jsonl, .csv or .parquet, a folder with <split>.* files, a
-            folder of images, or a Hub data set (owner/name:configuration@revision). Once per task. Default: the data
-            named in the artifact's recipe.
+            folder of images, or a Hub data set (owner/name:configuration@revision). Once per task. Default: with
+            --trust-recipe, the data named in the artifact's recipe.
+        trust_recipe: Read the data that the artifact's own recipe names, on this machine or the Hub. For artifacts that
+            you or people you trust built.
         split: Which part of the data. Default: with the recipe's data, the recipe's; else train.
         input_column: The column of texts or images, or two of them, [a, b]. Default: likewise; else found by common
             names.
@@ -42,6 +44,7 @@ class SignOptions(Options):
 
     artifact: Annotated[Path, POSITIONAL]
     data: dict[str, str] = dataclasses.field(default_factory=dict)
+    trust_recipe: bool = False
     split: str | None = None
     input_column: str | list[str] | None = None
     max_length: int | None = None
@@ -56,6 +59,9 @@ class SignOptions(Options):
         data = self.data or known_data(model.recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")
+        if not self.data:
+            shown = {f"data of {task!r}": source for task, source in data.items()}
+            check_trusted(shown, self.artifact, self.trust_recipe, "name the data with --data TASK=SOURCE")
         known = last_references(model.recipe)
         if self.data:  # which the recipe knows nothing of
             known = {"max_length": known.get("max_length")}

@@ -28,7 +28,7 @@ class AddTaskOptions(Options):
         input_column: The column of texts or images, or two of them, [a, b]. Default: found by common names.
         max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
         seed: Of the draw of inputs.
-        base: The base model, which experts given as adapters need. Default: that of the recipe.
+        base: The base model, which experts given as adapters need.
         tolerance: The relative error that is allowed before ranks grow. Default: the error of the other tasks.
         output_dir: Write another folder instead of changing this one.
     """

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 
+from ..decoder import FORMATS
 from ..errors import InputError
+from ..images import TooManyPixels, Unreadable, read_image
 
 MOST_INPUTS = 32
 MOST_CHARACTERS = 10_000
 MOST_MEGABYTES = 10
-# For all images of one call together: the size at which Pillow takes a single one for a decompression bomb.
-MOST_PIXELS = 2 * Image.MAX_IMAGE_PIXELS
-# Decoders for what people take pictures with; the others are attack surface.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# Of all images of a call together: some 15 bytes a pixel are held at once, from the file to the model's batch.
+MOST_PIXELS = 32_000_000
 
 
 def read_texts(typed: str) -> list[str | tuple[str, str]]:
@@ -40,25 +40,24 @@ def read_texts(typed: str) -> list[str | tuple[str, str]]:
 
 
 def read_images(paths: Sequence[str | Path]) -> list[Image.Image]:
-    """Open image files as RGB, upright, in order."""
+    """Read image files as RGB, upright, in order."""
     _check_number(len(paths), "image", "Add at least one image.")
-    opened, left = [], MOST_PIXELS
+    read, left = [], MOST_PIXELS
     for number, path in enumerate(paths, start=1):
-        if Path(path).stat().st_size > MOST_MEGABYTES * 1_000_000:
-            raise InputError(f"Image {number} is larger than {MOST_MEGABYTES} MB.")
         try:
-            with Image.open(path, formats=FORMATS) as image:
-                left -= image.width * image.height  # known from the header, before anything is decoded
-                if left >= 0:
-                    opened.append(ImageOps.exif_transpose(image).convert("RGB"))
-        except Image.DecompressionBombError:
-            left = -1
-        except (OSError, ValueError, SyntaxError):  # Pillow's decoders raise all of these
-            raise InputError(f"Image {number} cannot be read; the page takes {', '.join(FORMATS)}.") from None
-        if left < 0:
+            if Path(path).stat().st_size > MOST_MEGABYTES * 1_000_000:
+                raise InputError(f"Image {number} is larger than {MOST_MEGABYTES} MB.")
+            image = read_image(path, f"Image {number}", most_pixels=left)
+        except OSError:  # deleted since
+            raise InputError(f"Image {number} is no longer here; add it again.") from None
+        except TooManyPixels:
             limit = f"{MOST_PIXELS // 1_000_000} million pixels"
-            raise InputError(f"With image {number} the images have more than {limit} together.")
-    return opened
+            raise InputError(f"With image {number} the images have more than {limit} together.") from None
+        except Unreadable:
+            raise InputError(f"Image {number} cannot be read; the page takes {', '.join(FORMATS)}.") from None
+        read.append(image.convert("RGB"))
+        left -= image.width * image.height
+    return read
 
 
 def _check_number(count: int, what: str, none: str) -> None:

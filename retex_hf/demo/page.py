@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,23 +15,51 @@ from ..preprocess import TEXT, Preprocessor
 
 try:
     import gradio as gr
+    from gradio.utils import get_upload_folder
     from markupsafe import Markup, escape
 except ModuleNotFoundError as error:
     if error.name not in ("gradio", "markupsafe"):
         raise
     raise RetexError('The page needs gradio: pip install "retex-hf[demo]".') from error
 
+from starlette.middleware import Middleware
+
 from .cards import Call, call_html
+from .guard import Guard
 from .inputs import MOST_CHARACTERS, MOST_INPUTS, MOST_MEGABYTES, read_images, read_texts
 from .overview import figures_html, overview_html
 from .style import CSS
+from .turns import Busy, Turns
+from .uploads import Uploads
 
 AUTOMATIC = -1
 NEW_TOKENS = 64
 MOST_WAITING = 32
+# Of which gradio remembers what they were shown last.
+MOST_VISITORS = 100
 # Uploads are deleted after an hour; the clean-up runs every ten minutes.
 CLEAN_UP = (600, 3600)
 SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica", "Arial", "sans-serif"]
+
+
+class Page(gr.Blocks):
+    """A page that is reached through a `Guard` only, however it is launched."""
+
+    def launch(self, *arguments: Any, app_kwargs: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """Serve the page; the arguments are those of `gradio.Blocks.launch`."""
+        options = {"state_session_capacity": MOST_VISITORS, **options}
+        given = dict(app_kwargs or {})
+        given["middleware"] = [self._guard(), *given.get("middleware", ())]
+        return super().launch(*arguments, app_kwargs=given, **options)
+
+    def _guard(self) -> Middleware:
+        uploads = None
+        if any(isinstance(block, gr.Gallery) for block in self.blocks.values()):
+            uploads = Uploads(Path(get_upload_folder()), self.upload_file_set.add)
+            for block in self.blocks.values():
+                for component in (block, *getattr(block, "_components", ())):
+                    uploads.examples |= {str(path) for path in component.keep_in_cache}
+        return Middleware(Guard, uploads=uploads, inputs={index: len(of.inputs) for index, of in self.fns.items()})
 
 
 def make_demo(
@@ -58,19 +86,25 @@ def make_demo(
     generate = {"max_new_tokens": NEW_TOKENS} if answer_kind(model, classes is not None) == GENERATOR else {}
     predictor = Predictor(model, preprocessor, classes=classes, **generate)
     title = title or "ReTeX"
-    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=CLEAN_UP) as page:
+    turns = Turns()
+    with Page(title=title, analytics_enabled=False, delete_cache=CLEAN_UP) as page:
         # In the page itself and not an option of `launch`, so that it is there however the page is launched.
         _html(f"<style>{CSS}</style>")
         _html(str(_heading(title, model.tasks)))
         with gr.Tab("Try it"):
-            _add_try_it(predictor, examples)
+            _add_try_it(predictor, examples, turns)
         with gr.Tab("Overview") as overview:
             _html(str(overview_html(model)), elem_id="overview")
             figures = _html(elem_id="figures", min_height=60)
         # Drawn when somebody looks, and once.
-        draw = cache(lambda: str(figures_html(model)))
-        overview.select(draw, outputs=figures, api_visibility="private", concurrency_limit=1)
-    return page.queue(max_size=MOST_WAITING)
+        figures_of = cache(lambda: str(figures_html(model)))
+        overview.select(_in_turn(turns, figures_of), outputs=figures, api_visibility="private", concurrency_limit=1)
+    for function in page.fns.values():  # gradio would answer clicks on examples without its queue
+        function.queue, function.concurrency_limit = True, 1
+    page.queue(max_size=MOST_WAITING, api_open=False)
+    # Answers that nobody came back for are kept for each visitor; gradio has no option for their number.
+    page._queue.pending_messages_per_session.max_size = MOST_VISITORS
+    return page
 
 
 def launch(
@@ -143,7 +177,7 @@ def answer(predictor: Predictor, inputs: Sequence[Any], task: str | None, *, fir
     return Call(inputs, answers, merged, seconds, perf_counter() - start, prepared)
 
 
-def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None) -> None:
+def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None, turns: Turns) -> None:
     is_text = predictor.preprocessor.kind == TEXT
     if is_text:
         given = gr.Textbox(
@@ -180,7 +214,7 @@ def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None) -> None:
         )
     result = _html(elem_id="result", min_height=60)
     read = read_texts if is_text else _read_gallery
-    run = _handler(predictor, read)
+    run = _in_turn(turns, _handler(predictor, read))
     triggers = [button.click, given.submit] if is_text else [button.click]
     # One call at a time: the next one would only make both slower, and their latencies meaningless.
     gr.on(triggers, run, [given, choice], result, api_visibility="private", concurrency_limit=1)
@@ -202,6 +236,20 @@ def _handler(predictor: Predictor, read: Callable[[Any], list[Any]]) -> Callable
         return str(call_html(call))
 
     return run
+
+
+def _in_turn(turns: Turns, function: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that is called by one visitor at a time, whichever way gradio came to call it."""
+
+    @wraps(function)
+    def taken(*given: Any) -> str:
+        try:
+            with turns.take():
+                return function(*given)
+        except Busy as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
+    return taken
 
 
 def _html(value: str = "", **options: Any) -> gr.HTML:

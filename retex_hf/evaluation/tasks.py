@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Image, Value, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
 
 from ..errors import EvaluationError, first_line
 from ..paths import as_path
 from ..reading import read_json
 from ..readout import Answer
+from .data_files import Images, check_parquet, check_text, read_arrays
 from .method import TaskData
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -74,7 +74,7 @@ def load_task(
     own = feature.names if isinstance(feature, ClassLabel) else named
     answers = _answers(name, list(data[label]), own, label_names)
     texts = any(isinstance(answer, str) for answer in answers)
-    return TaskData(name, _inputs(data, columns), answers, None if texts else label_names or own)
+    return TaskData(name, _inputs(name, data, columns), answers, None if texts else label_names or own)
 
 
 def load_inputs(
@@ -91,18 +91,22 @@ def load_inputs(
     if path is not None and path.suffix == ".txt" and path.is_file():
         return _read_lines(name, path)
     if path is not None and (images := [file for file in (path, path / split) if _images_in(file)]):
-        return _open_images(_images_in(images[0]))
+        return _inputs(name, _image_files(_images_in(images[0])), "image")
     data, _ = _load(name, source, split)
     label = next((column for column in LABEL_COLUMNS if column in data.column_names), "")
-    return _inputs(data, _input_columns(name, data, input_column, label))
+    return _inputs(name, data, _input_columns(name, data, input_column, label))
 
 
 def _load(name: str, source: Source, split: str) -> tuple[Dataset, list[str] | None]:
     """The part of a source, and the names of its classes where a file beside it has them."""
-    if not isinstance(source, (str, Path)):
-        return _part(name, source, split, "the data"), None
-    path = _typed_path(name, source)
-    return _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
+    if isinstance(source, (str, Path)):
+        path = _typed_path(name, source)
+        data, named = _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
+    else:
+        data, named = _part(name, source, split, "the data"), None
+    for column in [column for column, feature in data.features.items() if isinstance(feature, Image)]:
+        data = data.cast_column(column, Image(decode=False))  # `Images` decode them, within limits
+    return data, named
 
 
 def _typed_path(name: str, source: str | Path) -> Path:
@@ -132,22 +136,20 @@ def _images_in(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob("*") if file.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
 
 
-def _open_images(files: list[Path]) -> Sequence[Any]:
-    # As a column of `datasets`, which opens an image when it is asked for.
-    return Dataset.from_dict({"image": [str(file) for file in files]}).cast_column("image", Image())["image"]
+def _image_files(files: Sequence[Path], labels: Sequence[str] | None = None) -> Dataset:
+    """Image files as a data set, with the classes of all of them where they have some."""
+    columns: dict[str, Any] = {"image": [str(file) for file in files]}
+    features: dict[str, Any] = {"image": Image(decode=False)}
+    if labels is not None:
+        features["label"] = ClassLabel(names=sorted(set(labels)))
+        columns["label"] = list(labels)
+    return Dataset.from_dict(columns, features=Features(features))
 
 
 def _read_arrays(name: str, path: Path, *wanted: str) -> list[np.ndarray]:
     if not path.is_file():
         raise EvaluationError(f"Task {name!r}: {path} does not exist.")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            missing = [key for key in wanted if key not in arrays]
-            if missing:
-                raise EvaluationError(f"Task {name!r}: {path} has no array {missing[0]!r}, only {sorted(arrays)}.")
-            return [arrays[key] for key in wanted]
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise EvaluationError(f"Task {name!r}: {path} cannot be read ({first_line(error)}).") from None
+    return read_arrays(path, wanted, f"Task {name!r}: {path}")
 
 
 def _load_arrays(name: str, path: Path, split: str, label_names: Sequence[str] | None) -> TaskData:
@@ -161,7 +163,7 @@ def _load_path(name: str, path: Path, split: str) -> tuple[Dataset, list[str] | 
     if path.is_file():
         return _load_file(name, path), _read_names(path.parent / LABELS_FILE)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _part(name, load_from_disk(str(path)), split, str(path)), None
+        return _part(name, _load_saved(name, path), split, str(path)), None
     files = sorted(file for file in path.glob(f"{split}.*") if _loader(file))
     if len(files) > 1:
         raise EvaluationError(
@@ -169,8 +171,9 @@ def _load_path(name: str, path: Path, split: str) -> tuple[Dataset, list[str] | 
         )
     if files:
         return _load_file(name, files[0]), _read_names(path / LABELS_FILE)
-    if any(file.suffix.lower() in IMAGE_SUFFIXES for file in (path / split).glob("*/*")):
-        return load_dataset("imagefolder", data_dir=str(path / split), split="train"), None
+    images = sorted(file for file in (path / split).glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    if images:
+        return _image_files(images, [file.parent.name for file in images]), None
     raise EvaluationError(
         f"Task {name!r}: {path} holds no {split} file ({', '.join(LOADERS)}), no images as {split}/<class>/<file>, and "
         "nothing that save_to_disk wrote."
@@ -183,12 +186,23 @@ def _loader(file: Path) -> str | None:
     return LOADERS.get(suffixes[-1]) if suffixes else None
 
 
+def _load_saved(name: str, folder: Path) -> Dataset | DatasetDict:
+    try:
+        return load_from_disk(str(folder))
+    except Exception as error:  # whatever `datasets` raises, a broken folder is one sentence
+        raise EvaluationError(f"Task {name!r}: {folder} cannot be read ({first_line(error)}).") from error
+
+
 def _load_file(name: str, file: Path) -> Dataset:
     loader = _loader(file)
     if loader is None:
         raise EvaluationError(f"Task {name!r}: {file} is none of {', '.join([*LOADERS, '.npz'])}.")
     if not file.stat().st_size:
         raise EvaluationError(f"Task {name!r}: {file} is empty.")
+    if loader == "parquet":
+        check_parquet(file, f"Task {name!r}: {file}")
+    else:
+        check_text(file, f"Task {name!r}: {file}", nested=loader == "json")
     try:
         return load_dataset(loader, data_files=str(file), split="train")
     except Exception as error:  # whatever the reader of this format raises, a broken file is one sentence
@@ -280,14 +294,14 @@ def _title(column: str | tuple[str, ...]) -> str:
     return repr(column) if isinstance(column, str) else " with ".join(map(repr, column))
 
 
-def _inputs(data: Dataset, columns: str | tuple[str, ...]) -> Sequence[Any]:
+def _inputs(name: str, data: Dataset, columns: str | tuple[str, ...]) -> Sequence[Any]:
     if isinstance(columns, tuple):
         return list(zip(*(data[column] for column in columns), strict=True))
     if "{" in columns:
         # Not `str.format`, with which a prompt could also ask for attributes of a value, or for a gigabyte of blanks.
         return [COLUMN.sub(lambda found, row=row: str(row[found[1]]), columns) for row in data]
     # Images stay in their files until they are asked for.
-    return data[columns] if isinstance(data.features[columns], Image) else list(data[columns])
+    return Images(name, data, columns) if isinstance(data.features[columns], Image) else list(data[columns])
 
 
 def _answers(

@@ -36,6 +36,7 @@ from .targets import Targets
 
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
+MOST_DRAWS = 65_536  # of task weights in a step, all of which are held
 STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
 
 
@@ -83,6 +84,7 @@ class TrainingConfig:
             _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, self, "0 or more")
         for name in ("batch_size", "checkpoint_every", "log_every"):
             _require(isinstance(getattr(self, name), int) and getattr(self, name) >= 1, name, self, "1 or more")
+        _require(self.batch_size <= MOST_DRAWS, "batch_size", self, f"at most {MOST_DRAWS}")
         for name in ("learning_rate", "l2_weight"):
             value = getattr(self, name)
             _require(isinstance(value, (int, float)) and 0 < value < math.inf, name, self, "a number above 0")
@@ -92,7 +94,7 @@ class TrainingConfig:
         )
         _require(self.objective in OBJECTIVES, "objective", self, f"one of {OBJECTIVES}")
         _require(self.initialise in INITIALISATIONS, "initialise", self, f"one of {INITIALISATIONS}")
-        _require(isinstance(self.seed, int), "seed", self, "an integer")
+        _require(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self, "an integer from 0 to 2**32 - 1")
         _require(self.steps + self.soft_steps > 0, "steps", self, "above 0, or soft_steps")
 
 

@@ -124,7 +124,8 @@ def test_predict_reads_texts_from_everywhere(built, form, mark, tmp_path, monkey
     lines, rows = "\n".join(TEXTS) + "\n", "\n".join(json.dumps({"text": text, "id": 3}) for text in TEXTS)
     (tmp_path / "in.txt").write_text(mark + lines)
     (tmp_path / "in.jsonl").write_text(mark + rows)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(mark + (rows if form == "stdin-jsonl" else lines)))
+    given = (mark + (rows if form == "stdin-jsonl" else lines)).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     arguments = {
         "text": [part for text in TEXTS for part in ("--text", text)],
         "txt": [str(tmp_path / "in.txt")],
@@ -189,7 +190,10 @@ def test_eval_keeps_its_figures_in_the_artifact_and_on_the_card(folders, tmp_pat
     build = ["build", "--base", str(folders / "base"), *experts(folders, "low", "high"), *data(folders, "low", "high")]
     assert main([*build, "--rank", "full", "--output-dir", str(out)]) == 0
     capsys.readouterr()
-    assert main(["eval", str(out), "--individual", "--json", "--results-dir", str(tmp_path / "results")]) == 0
+    assert (
+        main(["eval", str(out), "--trust-recipe", "--individual", "--json", "--results-dir", str(tmp_path / "results")])
+        == 0
+    )
     figures = json.loads(capsys.readouterr().out)
     known = {name: of["modes"]["known"]["accuracy"] for name, of in figures["methods"].items()}
     assert known["ReTeX"] == known["individual"]  # rank full: the experts themselves
@@ -224,11 +228,11 @@ def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys
     assert main(["sign", str(built), *own, *options, "--output-dir", out]) == 0
     first = RetexModel.from_pretrained(out)
     assert first.recipe["input_column"] == "Q: {a} {b}"
-    assert main(["sign", out]) == 0
+    assert main(["sign", out, "--trust-recipe"]) == 0
     second = RetexModel.from_pretrained(out)
     assert second.recipe == first.recipe
     assert torch.equal(second.signatures.mean, first.signatures.mean)
-    assert main(["eval", out, "--rows", "4"]) == 0
+    assert main(["eval", out, "--trust-recipe", "--rows", "4"]) == 0
     assert main(["sign", str(built), *own, "--input-column", "[a, b]", "--output-dir", out]) == 0
     assert RetexModel.from_pretrained(out).recipe["input_column"] == ["a", "b"]
 

@@ -189,7 +189,7 @@ def test_the_command_line_says_what_is_far(artifact, monkeypatch, capsys):
     assert "far" not in json.loads(capsys.readouterr().out.splitlines()[0])
     assert main([*command, "--routing", "{method: hard, far: away}"]) == 2
     assert "RetexConfig.routing" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     assert main(["predict", str(artifact)]) == 0
     assert capsys.readouterr().out == ""
 

@@ -1,0 +1,34 @@
+"""One call at a time, however it comes in, and few that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import BoundedSemaphore, Lock
+
+from ..errors import InputError
+
+# Gradio's queue holds the others, so that hardly any call waits here.
+MOST_WAITING = 4
+
+
+class Busy(InputError):
+    """Too many wait already."""
+
+
+class Turns:
+    """A lock for which only a few may wait; the next one is refused."""
+
+    def __init__(self) -> None:
+        self._one, self._few = Lock(), BoundedSemaphore(1 + MOST_WAITING)
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Wait for one's turn."""
+        if not self._few.acquire(blocking=False):
+            raise Busy("The page is busy; try again later.")
+        try:
+            with self._one:
+                yield
+        finally:
+            self._few.release()
