@@ -1,6 +1,6 @@
-"""The table of what was tried: mutants, kills, threads and odd inputs, in their long forms, by hand.
+"""The table of what was tried, in the long forms of the trials, by hand.
 
-    python examples/trust/report.py                                  all four, about an hour on 2 cores
+    python examples/trust/report.py                                  all of them, about three hours on 2 cores
     python examples/trust/report.py --only mutants --size short      one of them, in seconds, without touching the table
 
 The long form keeps what came out in `results.json` and writes the table of `README.md` from it, so that one kind can be
@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
 
 from retex_hf.evaluation.tables import Table
-from trust import kills, mutants, odd_inputs, threads
+from trust import configurations, kills, links, matchers, mutants, odd_inputs, tensors, threads, uploads
 from trust.tally import Tally
 
 TRIALS: dict[str, Callable[..., list[Tally]]] = {
@@ -31,6 +31,11 @@ TRIALS: dict[str, Callable[..., list[Tally]]] = {
     "kills": kills.run,
     "threads": threads.run,
     "odd_inputs": odd_inputs.run,
+    "configurations": configurations.run,
+    "links": links.run,
+    "matchers": matchers.run,
+    "tensors": tensors.run,
+    "uploads": uploads.run,
 }
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results.json", HERE / "README.md"
