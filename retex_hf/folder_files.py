@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from .errors import CheckpointError, RetexError
+from .folders import scratch_folder
 from .reading import parse_json, read_file
+from .writing import write_errors
+
+SCRATCH_PREFIX = "retex-read-"
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class FolderFiles:
 @contextmanager
 def private_copy(files: Mapping[str, bytes | Mapping[str, Any]]) -> Iterator[Path]:
     """Write files (bytes, or values to be written as JSON) into a folder that is there within this context."""
-    with TemporaryDirectory(prefix="retex-read-") as name:
-        folder = Path(name)
-        for path, content in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            (folder / path).write_bytes(data)
+    with scratch_folder(SCRATCH_PREFIX) as scratch:
+        folder = scratch / "files"
+        with write_errors(scratch.parent):
+            for path, content in files.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                (folder / path).write_bytes(data)
         yield folder

@@ -442,21 +442,28 @@ def _held(parent: OpenFolder, name: str, kind: str, taken: str, seconds: float) 
 def scratch_folder(prefix: str) -> Iterator[Path]:
     """Give a folder where the system keeps temporary files. Those of the same prefix that a kill left are removed."""
     home = Path(gettempdir())
-    with write_errors(home), OpenFolder.open(home.resolve()) as parent:
-        for name in parent.names():
-            if name.startswith(prefix) and parent.has_folder(name):
-                _remove_if_left(parent, name)
-        while True:
-            place = Path(mkdtemp(prefix=prefix))
-            lock = FileLock(place / LOCK_NAME)
-            with suppress(Timeout, FileNotFoundError):  # another process took it for one that was left
-                lock.acquire(timeout=0)
-                break
+    with ExitStack() as stack:
+        with write_errors(home):
+            parent = stack.enter_context(OpenFolder.open(home.resolve()))
+            place, lock = _make_scratch(parent, prefix)
         try:
             yield place
         finally:
             _remove_or_say(parent, place.name)
             lock.release()
+
+
+def _make_scratch(parent: OpenFolder, prefix: str) -> tuple[Path, FileLock]:
+    """Make a folder for temporary files and hold its lock, after removing what kills have left of the same prefix."""
+    for name in parent.names():
+        if name.startswith(prefix) and parent.has_folder(name):
+            _remove_if_left(parent, name)
+    while True:
+        place = Path(mkdtemp(prefix=prefix))
+        lock = FileLock(place / LOCK_NAME)
+        with suppress(Timeout, FileNotFoundError):  # another process took it for one that was left
+            lock.acquire(timeout=0)
+            return place, lock
 
 
 def _remove_if_left(parent: OpenFolder, name: str) -> None:

@@ -17,6 +17,7 @@ from .description import OWN_FILES
 from .errors import ArtifactError, ConfigError, HubError, first_line
 from .folders import heal, is_unfinished, scratch_folder
 from .hub_errors import hub_errors, without_secrets
+from .writing import write_errors
 from .paths import as_path
 
 MAIN = "main"
@@ -42,7 +43,11 @@ def push(
     if create_pr and revision not in (None, MAIN):
         raise ConfigError(f"create_pr=True proposes a change of the main branch; leave out revision={revision!r}.")
     api = HfApi(token=token)
-    with hub_errors(f"push to {repo_id!r}", repo_id, token), scratch_folder(SCRATCH_PREFIX) as scratch:
+    with (
+        hub_errors(f"push to {repo_id!r}", repo_id, token),
+        scratch_folder(SCRATCH_PREFIX) as scratch,
+        write_errors(scratch.parent),
+    ):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and revision != MAIN and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)

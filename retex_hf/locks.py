@@ -57,3 +57,22 @@ class Turn:
 
     def __reduce__(self) -> tuple:
         return Turn, ()
+
+
+class Making:
+    """One thread at a time makes a model of another library: `with making.lock`.
+
+    transformers patches torch and itself for the time being, for all threads. Two at once would leave the patches
+    behind: models made afterwards would have no initial values, and no tied weights.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+making = Making()

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from .errors import ArtifactError, InputError, brief, first_line
+from .errors import ArtifactError, InputError, WriteError, brief, first_line
 from .folder_files import private_copy
 from .libraries import library_of, openclip
 from .libraries.containment import contained
@@ -178,6 +178,8 @@ class _SideFiles:
         try:
             with contained(self.folder), private_copy(self.content) as copy:
                 loaded = auto_class.from_pretrained(copy, trust_remote_code=False)
+        except WriteError:
+            raise
         except Exception as error:  # whatever a missing or foreign file makes transformers raise
             raise ArtifactError(
                 f"{self.folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."
@@ -190,6 +192,8 @@ class _SideFiles:
         try:
             with contained(self.folder), private_copy(self.content) as copy:
                 return open_clip.get_tokenizer(f"local-dir:{copy}")
+        except WriteError:
+            raise
         except Exception as error:  # OpenCLIP raises whatever its tokenizers do
             raise ArtifactError(f"{self.folder}: the text tokenizer does not load: {first_line(error)}") from error
 

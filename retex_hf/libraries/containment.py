@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..locks import making
 
 # Audit events of CPython, and what each would have done.
 ALWAYS = {
@@ -54,7 +55,7 @@ def contained(path: Path, *, network: bool = False) -> Iterator[None]:
     """Within this context, refuse what a library would do because of the file at `path`.
 
     A library may swallow the refusal and go on with something else, which would not be what the file says: so it is
-    raised again at the end.
+    raised again at the end. One thread at a time is in such a context, see `Making`.
 
     Args:
         path: The file or folder that is read, for the message.
@@ -62,15 +63,16 @@ def contained(path: Path, *, network: bool = False) -> Iterator[None]:
     """
     _install()
     containment = _Containment(ALWAYS if network else {**ALWAYS, **NETWORK})
-    token = _current.set(containment)
-    try:
-        yield
-    except Exception as error:
-        if containment.tried:
-            raise _refusal(path, containment.tried[0]) from error
-        raise
-    finally:
-        _current.reset(token)
+    with making.lock:
+        token = _current.set(containment)
+        try:
+            yield
+        except Exception as error:
+            if containment.tried:
+                raise _refusal(path, containment.tried[0]) from error
+            raise
+        finally:
+            _current.reset(token)
     if containment.tried:
         raise _refusal(path, containment.tried[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from transformers.utils.generic import is_timm_config_dict
 
 from ..checkpoints.adapters import ADAPTER_CONFIG
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
-from ..errors import CheckpointError, brief, first_line, shorten
+from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
 from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
@@ -98,7 +98,7 @@ class _Description:
         try:
             with contained(self.path), private_copy({CONFIG: self.values}) as folder:
                 config = config_class.from_pretrained(folder)
-        except CheckpointError:
+        except RetexError:
             raise
         except Exception as error:  # whatever a foreign file makes transformers raise
             raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}") from error
@@ -114,7 +114,7 @@ class _Description:
         try:
             with contained(path), private_copy({name: values}) as folder:
                 return GenerationConfig.from_pretrained(folder, **own)
-        except CheckpointError:
+        except RetexError:
             raise
         except Exception as error:  # whatever a foreign file makes transformers raise
             raise CheckpointError(f"{path} holds settings that do not go together: {first_line(error)}") from error
@@ -171,7 +171,7 @@ def _load(
                 with torch.device("meta"):
                     cls = type(AutoModel.from_config(deepcopy(config), trust_remote_code=False))
             model, report = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
-    except CheckpointError:
+    except RetexError:
         raise
     except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
@@ -197,15 +197,18 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> P
     path, name, cls = description.path, description.name, description.cls
     _check_counts(description, source)
     config = description.config()
-    contexts = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
     try:
-        with contained(path), limited_pieces(path, source), ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+        with (
+            contained(path),
+            limited_pieces(path, source),
+            torch.device("meta"),
+            init.meta_device_safe_creation_ops(),
+            init.no_init_weights(),
+        ):
             model = AutoModel.from_config(config, trust_remote_code=False) if cls is AutoModel else cls(config)
         model.tie_weights()
         aligned, unexpected = align(model, source)
-    except CheckpointError:
+    except RetexError:
         raise
     except Exception as error:  # whatever a foreign file makes transformers raise
         raise CheckpointError(f"{path} does not describe a {name}: {first_line(error)}") from error

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..checkpoints.sources import Source, TensorInfo
-from ..errors import CheckpointError, first_line, shorten
+from ..errors import CheckpointError, RetexError, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
 from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
@@ -86,7 +86,7 @@ def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
     try:
         with contained(path), private_copy({CONFIG: config}) as copy, _no_warning_of_missing_weights():
             return open_clip.create_model(f"local-dir:{copy}", **options).eval()
-    except CheckpointError:
+    except RetexError:
         raise
     except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
         raise CheckpointError(f"{path} does not describe an OpenCLIP model: {first_line(error)}") from error

@@ -54,8 +54,6 @@ def composite(tokenizer: Any) -> tf.EncoderDecoderModel:
     config = tf.EncoderDecoderConfig.from_encoder_decoder_configs(tf.BertConfig(**sizes), tf.BertConfig(**sizes))
     config.decoder_start_token_id, config.pad_token_id = 2, 0
     model = tf.EncoderDecoderModel(config).eval()
-    for parameter in model.parameters():  # which this class leaves as the memory was
-        torch.nn.init.normal_(parameter, std=0.2)
     separate(model, tokenizer)
     return model
 
