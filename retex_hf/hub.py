@@ -17,8 +17,8 @@ from .description import OWN_FILES
 from .errors import ArtifactError, ConfigError, HubError, first_line
 from .folders import heal, is_unfinished, scratch_folder
 from .hub_errors import hub_errors, without_secrets
-from .writing import write_errors
 from .paths import as_path
+from .writing import write_errors
 
 MAIN = "main"
 SCRATCH_PREFIX = "retex-push-"
