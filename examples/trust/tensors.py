@@ -244,7 +244,7 @@ def _dtypes(folder: Path, draw: random.Random) -> Iterator[Question]:
             content, outcome = _raw(tensor.to(FLOATS[dtype])), RIGHT
         _safetensors({**plain, name: (dtype, shape, content)}, place / "model.safetensors")
         role = draw.choice(("base", "expert"))
-        if role == "base" and dtype in FLOATS and len(shape) == tensor.ndim == 1:
+        if role == "base" and dtype in FLOATS and len(shape) == tensor.ndim == 1 and outcome == REFUSED:
             outcome = None  # of another length, it is taken for an output layer, which each expert keeps
         yield "build", (role, str(place), name, dtype), outcome, ("checkpoint", name)
 
