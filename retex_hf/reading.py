@@ -217,9 +217,10 @@ def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int
     known[id(node)], count = None, 1
     if node.tag in UNREAD:
         raise ValueError(f"it has a value with the tag {node.tag.rpartition(':')[2]!r}, which is not read")
-    # A hexadecimal digit is 1.21 decimal ones.
-    if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and 1.21 * len(node.value) > MOST_DIGITS:
-        raise ValueError(f"it holds a number of {len(node.value)} characters, which may be over {MOST_DIGITS} digits")
+    if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS:
+        width = 1.21 if "x" in node.value else 1  # a hexadecimal digit is as much as so many decimal ones
+        if width * len(node.value) > MOST_DIGITS:
+            raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
     for part in () if isinstance(node, yaml.ScalarNode) else node.value:
