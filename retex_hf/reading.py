@@ -27,7 +27,7 @@ MOST_YAML_BYTES = 500_000
 # Values of a YAML document, with every alias written out.
 MOST_YAML_VALUES = 100_000
 MOST_LEVELS = 64
-# Python's own limit for numbers in decimals; those in other bases have none.
+# Python's own limit for numbers in decimals. Those in other bases it reads, but cannot write.
 MOST_DIGITS = 4300
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # PyYAML reads them as lists of tuples, which it does not write.
@@ -223,8 +223,10 @@ def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int
     known[id(node)], count = None, 1
     if node.tag in UNREAD:
         raise ValueError(f"it has a value with the tag {node.tag.rpartition(':')[2]!r}, which is not read")
-    if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and len(node.value) > MOST_DIGITS:
-        raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
+    if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS:
+        width = 1.21 if "x" in node.value else 1  # a hexadecimal digit is as much as so many decimal ones
+        if width * len(node.value) > MOST_DIGITS:
+            raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
     for part in () if isinstance(node, yaml.ScalarNode) else node.value:

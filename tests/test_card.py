@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from torch import nn
 
 import retex_hf
 from retex_hf import ArtifactError, RetexConfig, RetexModel
-from retex_hf.card import FIGURES
+from retex_hf.card import FIGURES, write_card
+from retex_hf.card import sections as card_sections
 from retex_hf.card.sections import digest, find_sections, replace_sections
 from retex_hf.card.text import plain
 from retex_hf.evaluation import Report
@@ -514,3 +516,49 @@ def test_the_template_comes_with_the_package():
     template = Path(retex_hf.__file__).parent / "card" / "model_card_template.md"
     assert (root / "model_card_template.md").resolve() == template.resolve()
     assert f'"retex_hf.card" = ["{template.name}"]' in (root / "pyproject.toml").read_text()
+
+
+ODD_VALUES = [
+    "5", "{a: b}", "[1, {2: x}]", "null", "true", "2020-01-01", "!!binary aGk=", "!!set {a, b}", ".nan",
+    "0x" + "f" * 3000, "{1: a, b: c}", "{2020-01-01: a}", "{null: a, true: b, 1.5: c}", "[[[]]]", "''", "1:30:00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["language", "tags", "model-index", "license", "base_model", "datasets", "5", "null"])
+def test_odd_metadata_are_carried_over(key):
+    for value in ODD_VALUES:
+        card = f"---\n{key}: {value}\n---\n# Mine\n"
+        before, *_ = card_sections.split(card, "README.md")
+        fresh = {"license": "mit", "tags": ["retex"], "datasets": ["d"], "base_model": ["b"]}
+        once = card_sections.update(card, fresh, "<!-- retex:a -->\nours\n<!-- /retex:a -->\n", "README.md")
+        assert card_sections.update(once, fresh, "<!-- retex:a -->\nours\n<!-- /retex:a -->\n", "README.md") == once
+        after, *_ = card_sections.split(once, "README.md")
+        for name, old in before.items():
+            if isinstance(old, list) and isinstance(fresh.get(name), list):
+                assert after[name] == [*old, *fresh[name]]
+            else:
+                assert after[name] == old or value == ".nan"
+        assert {**fresh, **before}.keys() == after.keys()
+        assert card_sections.choose(once, card, "README.md")[0] in (once, card)
+
+
+def test_a_card_of_many_megabytes_is_refused(model, tmp_path):
+    folder = tmp_path / "my-retex"
+    model.save_pretrained(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    (folder / "README.md").write_text("x" * 2_000_001)
+    with pytest.raises(ArtifactError, match=r"README\.md has 2000001 bytes; at most 2000000 are read"):
+        model.save_pretrained(folder)
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert after == before | {"README.md": b"x" * 2_000_001}
+
+
+def test_only_texts_are_a_licence(model, tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: {a: b}\nlicense_name: [1]\nlicense_link: LICENSE\n---\n")
+    parts = replace(model.parts(), side_folder=folder)
+    parts.config.base_model = {"source": "local", "id": "base"}
+    write_card(parts, tmp_path / "card")
+    values, *_ = card_sections.split((tmp_path / "card" / "README.md").read_text(), "README.md")
+    assert {key: value for key, value in values.items() if "license" in key} == {"license_link": "LICENSE"}

@@ -244,6 +244,8 @@ def _dtypes(folder: Path, draw: random.Random) -> Iterator[Question]:
             content, outcome = _raw(tensor.to(FLOATS[dtype])), RIGHT
         _safetensors({**plain, name: (dtype, shape, content)}, place / "model.safetensors")
         role = draw.choice(("base", "expert"))
+        if role == "base" and dtype in FLOATS and len(shape) == tensor.ndim == 1 and outcome == REFUSED:
+            outcome = None  # of another length, it is taken for an output layer, which each expert keeps
         yield "build", (role, str(place), name, dtype), outcome, ("checkpoint", name)
 
 
@@ -316,7 +318,7 @@ def _adapters(folder: Path, draw: random.Random) -> Iterator[Question]:
             outcome = RIGHT if settings["r"] == 2 and type(settings["r"]) is int else REFUSED
         elif odd == "lora_alpha":
             alpha = settings["lora_alpha"] = draw.choice(ALPHAS)
-            is_number = type(alpha) in (int, float) and alpha < 1e29 and isfinite(alpha)
+            is_number = type(alpha) in (int, float) and alpha <= 1e30 and isfinite(alpha)
             outcome = RIGHT if is_number else REFUSED
         elif odd == "rank_pattern":
             settings[draw.choice(("rank_pattern", "alpha_pattern"))] = draw.choice(PATTERNS)

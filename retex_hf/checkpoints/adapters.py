@@ -74,9 +74,9 @@ class AdapterSource(Source):
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = "{} of the configuration of " + self.label
         self._ranks, self._alphas = (
-            Patterns(self.settings.get(key) or {}, where.format(key)) for key in ("rank_pattern", "alpha_pattern")
+            Patterns(self.settings.get(key) or {}, f"{self.label}: {key} of its configuration")
+            for key in ("rank_pattern", "alpha_pattern")
         )
         self._targets = frozenset(self.settings.get("target_parameters") or ())
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ..errors import CheckpointError, brief
 
 MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 500, 2_000, 20
-# For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a million at most.
-MOST_STEPS = 10_000_000
+# For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a tenth of that.
+MOST_STEPS = 5_000_000
 SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^' and '$'"
 
 CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
@@ -25,8 +26,8 @@ SET_OPERATION = re.compile(r"\[|--|&&|~~|\|\|")
 REPEAT = re.compile(r"[*+?]|\{([0-9]{0,4})(?:(,)([0-9]{0,4}))?\}")
 SHORTHANDS = frozenset("dDwWsS")
 
-THEN, EITHER, REPEATED, LITERAL, STEP, START, END, FORK, ACCEPT = range(9)
-# A kind and what belongs to it: parts, a part with its least and most number, a character, or a test of one.
+THEN, EITHER, REPEATED, STEP, START, END, FORK, ACCEPT = range(8)
+# A kind and what belongs to it: parts, a part with its least and most number, or an expression for one character.
 Node = tuple[int, Any]
 # A kind, a test of the next character (of a STEP), and the states that follow.
 State = tuple[int, Callable[[str], Any] | None, tuple[int, ...]]
@@ -49,17 +50,20 @@ class Pattern:
         self._states: list[State] = [(ACCEPT, None, ())]
         self._pieces = 0
         node = _Parser(text).parse()
-        self._first, self._ending = self._add(node, 0), _ending(node)
+        self._first = self._add(node, 0)
+        # A run of single characters at the end: nothing to try, so Python's own matcher is as quick as can be.
+        ending = _ending(node)
+        self._ending, self._length = re.compile("".join(ending)), len(ending)
 
     def matches(self, name: str, most_steps: int = MOST_STEPS) -> tuple[bool, int]:
         """Whether a name matches, and how many steps it took to know; refuse more steps than `most_steps`.
 
         Names are read from the end, where they differ: most patterns are done with at once.
         """
-        if not name.endswith((self._ending, f"{self._ending}\n")):
-            return False, 1
-        steps, broken = 0, name.find("\n")
+        steps, broken = 1, name.find("\n")
         for end in [len(name), len(name) - 1] if name.endswith("\n") else [len(name)]:
+            if end < self._length or self._ending.match(name, end - self._length) is None:
+                continue
             states = {self._first}
             for place in range(end, -1, -1):
                 states = self._closed(states, place, name)
@@ -102,8 +106,10 @@ class Pattern:
             return after
         if kind == EITHER:
             return self._new(FORK, None, *(self._add(part, after) for part in value))
+        if kind == STEP:
+            return self._new(STEP, _test(value), after)
         if kind != REPEATED:
-            return self._new(STEP, value.__eq__, after) if kind == LITERAL else self._new(kind, value, after)
+            return self._new(kind, None, after)
         part, least, most = value
         if most is None:
             loop = self._new(FORK, None)
@@ -184,23 +190,23 @@ class _Parser:
         if self._take("$"):
             return END, None
         if self._take("."):
-            return STEP, "\n".__ne__
+            return STEP, "."
         if found := CLASS.match(self._text, self._place):
             self._place = found.end()
-            return STEP, _one_of(found[0])
+            return STEP, _checked_class(found[0])
         char = self._text[self._place]
         if char in "*+?{[":
             raise PatternError(f"has {char!r} where nothing can be repeated or chosen")
         self._place += 1
         if char != "\\":
-            return LITERAL, char
+            return STEP, re.escape(char)
         escaped = self._text[self._place : self._place + 1]
         self._place += 1
         if escaped in SHORTHANDS:
-            return STEP, re.compile(f"\\{escaped}").match
+            return STEP, f"\\{escaped}"
         if not escaped or _is_special(escaped):
             raise PatternError(f"has '\\{escaped}'")
-        return LITERAL, escaped
+        return STEP, re.escape(escaped)
 
     def _group(self) -> Node:
         if self._take("?") and not self._take(":"):
@@ -238,14 +244,20 @@ class _Parser:
         return taken
 
 
-def _ending(node: Node) -> str:
-    """The characters that every match ends with."""
-    ending = ""
+def _ending(node: Node) -> list[str]:
+    """Expressions for the single characters that every match ends with."""
+    ending: list[str] = []
     for kind, value in reversed(node[1] if node[0] == THEN else ()):
-        if kind != LITERAL:
+        if kind != STEP:
             break
-        ending = value + ending
+        ending.insert(0, value)
     return ending
+
+
+@lru_cache(maxsize=1000)
+def _test(expression: str) -> Callable[[str], Any]:
+    """A test of one character."""
+    return re.compile(expression).match
 
 
 def _is_special(escaped: str) -> bool:
@@ -253,13 +265,14 @@ def _is_special(escaped: str) -> bool:
     return escaped.isascii() and escaped.isalnum()
 
 
-def _one_of(text: str) -> Callable[[str], Any]:
-    """A test of one character for a class of them; Python's own reader, which has nothing to try on one character."""
+def _checked_class(text: str) -> str:
+    """A class of characters that Python reads, and reads so in every version."""
     escaped = re.findall(r"\\(.)", text, re.DOTALL)
     plain = re.sub(r"\\.", "", text[1:-1], flags=re.DOTALL)
     if SET_OPERATION.search(plain) or any(_is_special(char) and char not in SHORTHANDS for char in escaped):
         raise PatternError(f"has the class {brief(text)}")
     try:
-        return re.compile(text).match
+        re.compile(text)
     except re.error:
         raise PatternError(f"has the class {brief(text)}") from None
+    return text

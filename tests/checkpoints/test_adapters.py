@@ -344,6 +344,113 @@ def test_mixed_classes(base, folder):
         build(base, {"red": folder, "green": expert})
 
 
+WHOLE = "must be a whole number above 0, and at most 2147483648, not "
+INFINITE, NO_NUMBER = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *[({"r": rank}, f"r of its configuration {WHOLE}") for rank in (0, -1, 2**31 + 1, 4.0, True, "4", None, [])],
+        *[
+            ({"lora_alpha": alpha}, r"lora_alpha of its configuration must be a number from 0 to 1e.30, not ")
+            for alpha in (-1, 1e31, 1e308, 10**400, INFINITE, -INFINITE, NO_NUMBER, True, "8", None)
+        ],
+        *[
+            ({"rank_pattern": {"query": rank}}, "rank_pattern .* gives 'query' the value .*, expected a whole number")
+            for rank in (0, -2, 1.5, 10**400, True, None, NO_NUMBER)
+        ],
+        *[
+            ({"alpha_pattern": {"query": alpha}}, "alpha_pattern .* gives 'query' the value .*, expected a number from")
+            for alpha in (1e308, NO_NUMBER, "1", False)
+        ],
+        ({"rank_pattern": {"(?i)query": 2}}, "rank_pattern of its configuration has '.*i.query', which has a group"),
+        ({"alpha_pattern": {"(?x:([^!]+) +)!": 2}}, "has a group that is more than a group: expected names"),
+        ({"use_rslora": "false"}, "use_rslora of its configuration must be true or false, not 'false'"),
+        ({"target_parameters": [5]}, "must name what it adapts by texts, not 5"),
+        ({"auto_mapping": {"base_model_class": 5}}, "must name what it adapts by texts, not 5"),
+        ({"peft_type": {"a": "x" * 999}}, "is a PEFT adapter of type .{60}, and only LORA is read"),
+    ],
+)  # fmt: skip
+def test_numbers_and_patterns_that_are_refused(base, folder, settings, message):
+    refuse(f"^expert 'red' .*{message}", base, change(folder, **settings))
+
+
+def test_patterns_that_took_forever(base, folder):
+    """They are matched in no time now; the first that matches counts."""
+    patterns = {".*.*.*.*!": 7, "(a|a)*(a|a)*!": 7, "([^!]+) +!": 7, ".*query": 4}
+    expected = build(base, {"red": folder}).recover("red")
+    change(folder, rank_pattern=patterns, alpha_pattern={key: 8 for key in patterns}, r=1, lora_alpha=1)
+    assert_same(build(base, {"red": folder}).recover("red"), expected, rtol=1e-6, atol=1e-6)
+
+
+QUERY = "base_model.model.encoder.layer.0.attention.self.query"
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Other tensors in the adapter's file: `A` and `B` are factors of one layer, `name` moves them."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for part, tensor in changes.items():
+        tensors[f"{QUERY}.lora_{part}.weight"] = tensor
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (torch.ones(4, 16, dtype=torch.complex64), "has the unsupported dtype 'C64'"),
+        (torch.ones(4, 16).to(torch.float8_e4m3fn), "has the unsupported dtype 'F8_E4M3'"),
+        (torch.ones(4, 16, dtype=torch.uint16), "has the unsupported dtype 'U16'"),
+        (torch.ones(4, 16, dtype=torch.int64), "has dtype torch.int64, expected floating point"),
+        (torch.ones(4, 16, dtype=torch.bool), "has dtype torch.bool, expected floating point"),
+        (torch.tensor(1.0), r"have shapes \(\) and"),
+        (torch.ones(4), r"have shapes \(4,\) and"),
+        (torch.ones(0, 16), r"have shapes \(0, 16\) and"),
+        (torch.ones(4, 0), r"of shape .*, but the base's has shape \(16, 16\)"),
+        (torch.ones(4, 16, 2), r"of shape .*, but the base's has shape \(16, 16\)"),
+        (torch.full((4, 16), torch.nan), "holds NaN or infinite values"),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", "")) + str(tuple(getattr(value, "shape", ()))),
+)
+def test_factors_that_are_refused(base, folder, factor, message):
+    rewrite(folder, A=factor)
+    refuse(f"encoder.layer.0.attention.self.query.*{message}", base, folder)
+
+
+def test_a_second_factor_that_is_a_convolution(base, folder):
+    rewrite(folder, B=torch.ones(16, 4, 2))
+    refuse(r"have shapes \(4, 16\) and \(16, 4, 2\)", base, folder)
+
+
+def test_a_product_without_room_in_float32(base, folder):
+    rewrite(folder, A=torch.full((4, 16), 1e20), B=torch.full((16, 4), 1e20))
+    refuse(
+        "tensor 'encoder.layer.0.attention.self.query.weight' holds NaN or infinite", base, change(folder, lora_alpha=8)
+    )
+
+
+def test_names_of_adapters_that_took_forever(base, folder):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {f"{QUERY}{'.base_layer' * 20_000}.x": torch.ones(1)}, file)
+    refuse("adapter_model.safetensors holds a tensor whose name has 220055 characters", base, folder)
+    many = {
+        f"base_model.model.x{index}.lora_{part}": torch.ones(1)
+        for index in range(5000)
+        for part in ("A.weight", "B.bias")
+    }
+    save_file(tensors | many, file)
+    refuse("lacks lora_B of 'x0'", base, folder)
+
+
+def test_a_tensor_under_two_names(base, folder):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {f"{QUERY.removeprefix('base_model.model.')}.lora_A.weight": torch.ones(4, 16)}, file)
+    refuse("holds two tensors that are 'lora_A.weight' of the model", base, folder)
+
+
 def test_nothing_is_logged(base, folder, caplog):
     with caplog.at_level(logging.WARNING):
         build(base, {"red": folder})

@@ -246,11 +246,66 @@ def test_memory_source_reads_the_tensor_itself():
     assert not source.read("w").requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64])
 def test_dtypes_are_known_without_reading(dtype, tmp_path):
     save_file({"w": torch.ones(2).to(dtype)}, tmp_path / "w.safetensors")
     source = open_source(tmp_path / "w.safetensors", "expert")
     assert source.infos["w"].dtype == source.read("w").dtype == dtype
+
+
+UNREAD = [
+    torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", UNREAD, ids=str)
+@pytest.mark.parametrize("write", [save_file, torch.save, None], ids=["safetensors", "bin", "memory"])
+def test_dtypes_that_are_not_read(write, dtype, tmp_path):
+    spec = {"fine": torch.ones(2), "odd": torch.ones(2).to(dtype)}
+    if write is not None:
+        path = tmp_path / ("w.bin" if write is torch.save else "w.safetensors")
+        write(spec, path)
+        spec = path
+    with pytest.raises(CheckpointError, match=r"tensor 'odd' (has the unsupported dtype|is no dense|is in a)"):
+        open_source(spec, "expert")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (lambda: torch.ones(2, 2, device="meta"), "is on the meta device: it has no numbers"),
+        (lambda: torch.eye(2).to_sparse(), "has the layout torch.sparse_coo, expected a dense tensor"),
+        (lambda: torch.eye(2).to_sparse_csr(), "has the layout torch.sparse_csr, expected a dense tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "has the layout nested, expected a dense"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+            "has the unsupported dtype torch.qint8",
+        ),
+    ],
+)
+def test_layouts_in_memory_that_are_not_read(tensor, says):
+    with pytest.raises(CheckpointError, match=rf"^expert: tensor 'odd' {says}"):
+        open_source({"fine": torch.ones(2), "odd": tensor()}, "expert")
+
+
+def test_expanded_tensors_of_the_caller_are_read(bert):
+    """They are the caller's own, and take no more than the caller has."""
+    base, experts = bert
+    name = "pooler.dense.weight"
+    own = torch.randn(1, 16).expand(16, 16)
+    expert = dict(experts["red"].state_dict()) | {name: own}
+    model = RetexModel.from_experts(base, {"red": expert}, RetexConfig(rank="full"), check_base=False, progress=False)
+    torch.testing.assert_close(model.recover("red")[name], own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("role", ["base", "expert"])
+def test_weights_in_whole_numbers_are_refused(bert, role):
+    base, experts = bert
+    odd = dict(experts["red"].state_dict()) | {"pooler.dense.bias": torch.ones(16, dtype=torch.int64)}
+    given = (odd, {"red": experts["red"]}) if role == "base" else (base, {"red": odd})
+    with pytest.raises(CheckpointError, match=r"tensor 'pooler.dense.bias' has dtype torch.int64, expected floating"):
+        RetexModel.from_experts(*given, progress=False)
 
 
 class Bomb:

@@ -57,6 +57,10 @@ def merged_laughs(levels: int = 9) -> str:
         ("a: !!timestamp soon", "does not fit its tag"),
         ("a: 2020-99-99", "month must be in 1..12"),
         ("a: " + "9" * 5000, "4300 digits"),
+        ("a: 0x" + "f" * 4000, "4300 digits"),
+        ("a: 1" + ":1" * 100_000, "4300 digits"),
+        ("a: !!omap [b: 1]", "a value with the tag 'omap', which is not read"),
+        ("[" + "a," * 100_001, "more than 100000 values"),
         ("? [a]\n: 1", "unhashable key"),
         ("a: 1\n---\nb: 2", "another document"),
         ("a: \x07", "special characters are not allowed"),
@@ -77,6 +81,10 @@ def test_yaml_that_is_refused(text, says):
         ('{"a": -Infinity}', "-Infinity is not a number in JSON"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "4300 digits"),
+        ("{" + '"a": {' * 65 + "}" * 66, "nested too deeply"),
+        ('["\\"[", ' + "[" * 64 + "]" * 64 + "]", "nested too deeply"),
+        ('{"a": 1e999}', "the number 1e999 is too large"),
+        ('{"a": -1e400}', "the number -1e400 is too large"),
         ("", "Expecting value"),
         ("{} {}", "Extra data"),
     ],
@@ -102,6 +110,13 @@ def test_yaml_is_read_or_refused(text):
         parse_yaml(text, "here", ConfigError, kind=None)
     except ConfigError as error:
         assert "\n" not in str(error)
+
+
+def test_brackets_in_texts_are_no_nesting():
+    text = json.dumps({"a": "[{" * 1000, 'b"[\\': ["]", '\\"[' * 100]})
+    assert parse_json(text, "here", ConfigError) == json.loads(text)
+    deepest = "[" * 64 + "]" * 64
+    assert parse_json(deepest, "here", ConfigError, kind=None) == json.loads(deepest)
 
 
 def test_ordinary_aliases_are_read():
