@@ -12,7 +12,15 @@ from transformers import BertModel
 
 from retex_hf import ConfigError, RetexConfig, RetexModel, TrainingConfig
 from retex_hf.making import differences, make
-from retex_hf.recipe import Recipe, describe_build, same_threads
+from retex_hf.recipe import (
+    Recipe,
+    describe_build,
+    known_base,
+    known_data,
+    known_experts,
+    last_references,
+    same_threads,
+)
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +148,40 @@ def test_how_training_ran_is_kept_in_the_folder(folders, tmp_path):
     make(recipe, progress=False)
     stored = Recipe.read(tmp_path / "out" / "retex_recipe.yaml")
     assert (stored.solver, stored.gradient_accumulation_steps, stored.output_dir) == ("adam", 2, None)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000, 10**30, True, "4", 2.0])
+def test_threads_of_an_artifact_are_not_obeyed_beyond_reason(threads):
+    usual = torch.get_num_threads()
+    with (
+        pytest.raises(ConfigError, match="threads must be a positive number of at most"),
+        same_threads({"threads": threads}),
+    ):
+        pass
+    assert torch.get_num_threads() == usual
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"changes": 3},
+        {"changes": ["add"]},
+        {"changes": [{"sign": 3}]},
+        {"max_length": "long"},
+        {"seed": []},
+        {"input_column": {"a": 1}},
+        {"data": "abc"},
+        {"data": {"a": ["b"]}},
+        {"experts": 3},
+        {"experts": {"a": 3}},
+        {"changes": [{"add": "a"}]},
+        {"changes": [{"add": ["a"], "expert": "b"}]},
+        {"base": ["a"]},
+    ],
+)
+def test_a_recipe_of_a_stranger_holds_what_it_must_or_is_refused(recipe):
+    with pytest.raises(ConfigError, match="the artifact's recipe must"):
+        known_data(recipe, ["a"])
+        last_references(recipe)
+        known_experts(recipe)
+        known_base(recipe)

@@ -597,6 +597,10 @@ def test_an_expert_given_as_adapter(tmp_path):
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="is an adapter: say with base= which model it was trained on"):
         model.add_task(NEW, tmp_path / "adapter", progress=False)
+    model.recipe = {"base": str(tmp_path / "base")}  # which the artifact's author chose, not the caller
+    with pytest.raises(CheckpointError, match=r"say with base= which model it was trained on \(the recipe names "):
+        model.add_task(NEW, tmp_path / "adapter", progress=False)
+    model.recipe = None
     model.add_task(NEW, tmp_path / "adapter", base=tmp_path / "base", tolerance=0, progress=False)
     inputs = tokens(ROWS)
     expected = adapted.merge_and_unload()(**inputs).logits

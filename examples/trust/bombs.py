@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 
 from PIL import Image
@@ -26,6 +27,7 @@ class Picture:
     refused: bool
 
 
+@cache
 def pixel_bomb(side: int = HUGE, mode: int = 2) -> bytes:
     """A PNG of so many pixels a side, all of them there: zeros pack well. `mode` is PNG's type of colour."""
     bands = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[mode]
@@ -114,7 +116,8 @@ def packed_text(name: bytes, megabytes: int, times: int = 1) -> bytes:
 
 def frames(kind: str, count: int, side: int) -> bytes:
     """A moving picture."""
-    pages = [Image.new("P" if kind == "GIF" else "RGB", (side, side), number % 200) for number in range(count)]
+    shades = Image.linear_gradient("L").resize((side, side))
+    pages = [shades.rotate(number).convert("L" if kind == "GIF" else "RGB") for number in range(count)]
     buffer = BytesIO()
     pages[0].save(buffer, kind, save_all=True, append_images=pages[1:])
     return buffer.getvalue()

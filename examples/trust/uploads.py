@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -267,12 +267,21 @@ def _serve(connection: Connection, work_dir: str) -> None:
     demo = make_demo(model, load_preprocessor(work_dir, model.model))
     function = next(index for index, block in demo.fns.items() if block.name == "run")
     app, address, _ = demo.launch(**launch_options(), prevent_thread_lock=True, quiet=True)
-    routes = sorted({getattr(route, "path", "/") for route in app.routes})
+    routes = sorted(set(_paths(app.routes)))
+    if "/gradio_api/run/{api_name}" not in routes:
+        raise RuntimeError("FastAPI keeps its routes elsewhere by now: not all addresses would be tried.")
     connection.send((int(address.rstrip("/").rpartition(":")[2]), os.getpid(), function, routes))
     try:
         connection.recv()
     except EOFError:
         demo.close(verbose=False)
+
+
+def _paths(routes: Iterable[Any]) -> Iterator[str]:
+    """Every address of an app, also those of routers within it."""
+    for route in routes:
+        within = getattr(route, "original_router", route)
+        yield from [route.path] if hasattr(route, "path") else _paths(within.routes)
 
 
 def image_model(folder: Path) -> RetexModel:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -33,13 +33,14 @@ READ = re.compile(
 JOIN, UPLOAD, LOGIN, FILE = "/gradio_api/queue/join", "/gradio_api/upload", "/login", "/gradio_api/file="
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Requests at a time, also those that wait for an answer; and those whose body is being read.
-MOST_OPEN, MOST_BODIES = 256, 16
+MOST_OPEN, MOST_BODIES = 256, 8
 SECONDS = 60.0
 # Texts as browsers send them, in UTF-8, and some room for what is around them.
 MOST_CALL_BYTES = 4 * MOST_INPUTS * (MOST_CHARACTERS + 1) + 100_000
 MOST_UPLOAD_BYTES = 100_000_000
 MOST_LOGIN_BYTES = 10_000
 MOST_CHOICE = 2**31
+NO_UPLOAD = f"An upload is of 1 to {MOST_INPUTS} files."
 
 
 class Refused(Exception):
@@ -141,6 +142,8 @@ class Guard:
         if refusal := await self._login(scope):
             return refusal
         request = Request(scope, _up_to(receive, MOST_UPLOAD_BYTES))
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            return PlainTextResponse(NO_UPLOAD, 400)
         try:
             with self._counted("_bodies", MOST_BODIES), _in_time():
                 async with (
@@ -149,11 +152,11 @@ class Guard:
                 ):
                     files = [file for file in form.getlist("files") if isinstance(file, UploadFile)]
                     kept = self._uploads.keep((file.filename or "", file.file, file.size) for file in files)
-                    return JSONResponse(kept)
+                    return JSONResponse(kept) if kept else PlainTextResponse(NO_UPLOAD, 400)
         except InputError as error:
             return PlainTextResponse(str(error), 413)
-        except MultiPartException:
-            return PlainTextResponse(f"An upload is of 1 to {MOST_INPUTS} files.", 400)
+        except HTTPException:  # which starlette raises of a form that is none, or of more files
+            return PlainTextResponse(NO_UPLOAD, 400)
 
     async def _login(self, scope: Message) -> Response | None:
         """Return gradio's refusal of a visitor who has not logged in, where the page asks for that."""

@@ -36,7 +36,7 @@ AUTOMATIC = -1
 NEW_TOKENS = 64
 MOST_WAITING = 32
 # Of which gradio remembers what they were shown last.
-MOST_VISITORS = 100
+MOST_VISITORS = 64
 # Uploads are deleted after an hour; the clean-up runs every ten minutes.
 CLEAN_UP = (600, 3600)
 SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica", "Arial", "sans-serif"]

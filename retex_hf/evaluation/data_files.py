@@ -78,15 +78,11 @@ def check_text(path: Path, where: str, *, nested: bool) -> None:
         raise EvaluationError(f"{where} is not text in UTF-8.") from None
 
 
-def _open(path: Path) -> Any:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
 def _blocks(path: Path, where: str) -> Iterator[bytes]:
     """Read a file, unpacked, until it is far larger than it was packed."""
     got, most = 0, _most_unpacked(path.stat().st_size)
     try:
-        with _open(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while block := file.read(BLOCK):
                 got += len(block)
                 if got > most and path.suffix == ".gz":
@@ -134,16 +130,14 @@ class Nesting:
 
 def check_parquet(path: Path, where: str) -> None:
     """Refuse a parquet file that is none, or whose tables are far larger than it."""
-    size = sum(map(len, _blocks(path, where))) if path.suffix == ".gz" else path.stat().st_size
     try:
-        with _open(path) as file:
-            found = pq.read_metadata(file)
+        found = pq.read_metadata(path)
         groups = [found.row_group(number) for number in range(found.num_row_groups)]
     except Exception as error:  # whatever Arrow raises on a broken file
         raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
     if found.num_rows > MOST_ROWS:
         raise EvaluationError(f"{where} has {found.num_rows} rows; at most {MOST_ROWS} are read.")
-    if sum(group.total_byte_size for group in groups) > _most_unpacked(size):
+    if sum(group.total_byte_size for group in groups) > _most_unpacked(path.stat().st_size):
         raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
 
 
@@ -170,7 +164,10 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
         version = np.lib.format.read_magic(file)
         if version not in readers:
             raise ValueError(f"{member.filename} is of version {version}")
-        shape, _, dtype = readers[version](file)
+        try:
+            shape, _, dtype = readers[version](file)
+        except Exception:  # whatever Python's parser raises, with which numpy reads it
+            raise ValueError(f"{member.filename} has no header that can be read") from None
         size = dtype.itemsize * math.prod(shape)
         if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0 or file.tell() + size != member.file_size:
             raise ValueError(f"{member.filename} does not hold the array that its header says")

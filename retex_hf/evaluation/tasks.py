@@ -51,7 +51,7 @@ def load_task(
     Args:
         name: What the task is called.
         source: A `Dataset` (taken whole) or `DatasetDict`; a folder that `save_to_disk` wrote, that holds
-            `<split>.jsonl`, `.json`, `.csv` or `.parquet` (also with `.gz`), or images as `<split>/<class>/<file>`; one
+            `<split>.jsonl`, `.json`, `.csv` (also with `.gz`) or `.parquet`, or images as `<split>/<class>/<file>`; one
             such file; an `.npz` file with the arrays `<split>_x` and `<split>_y`; or a Hub name, `owner/name`, with
             `:configuration` and `@revision` where needed. Beside files, `labels.json` (for `a.npz`: `a.json`) may
             name the classes, as a list or under the key "labels".

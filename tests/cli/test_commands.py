@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from classifiers import make_classifiers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -235,6 +237,37 @@ def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys
     assert main(["eval", out, "--trust-recipe", "--rows", "4"]) == 0
     assert main(["sign", str(built), *own, "--input-column", "[a, b]", "--output-dir", out]) == 0
     assert RetexModel.from_pretrained(out).recipe["input_column"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("named", ["org/private-data", "{home}/.ssh/id_ed25519", "/etc/passwd"])
+def test_what_a_strangers_recipe_names_is_neither_fetched_nor_read(
+    named, folders, built, tmp_path, capsys, monkeypatch
+):
+    """Without the caller's word no command asks the Hub, or opens a file, because an artifact says so."""
+    artifact = tmp_path / "artifact"
+    shutil.copytree(built, artifact)
+    named = named.format(home=tmp_path)
+    recipe = yaml.safe_load((artifact / "retex_recipe.yaml").read_text())
+    recipe |= {"data": {"low": named, "high": named}, "base": named, "experts": {"low": named, "high": named}}
+    (artifact / "retex_recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["verify", str(artifact), "--record"]) == 0
+    asked: list[str] = []
+    for module in ("retex_hf.cli.evaluate.load_task", "retex_hf.signing.load_inputs"):
+        monkeypatch.setattr(module, lambda task, source, **options: asked.append(str(source)) or pytest.fail("read"))
+    monkeypatch.setattr("retex_hf.cli.evaluate.evaluate_model", lambda *given, **options: asked.append("evaluated"))
+    capsys.readouterr()
+    own = data(folders, "low", "high")
+    for command in (["eval"], ["eval", "--no-save", "--json"], ["sign"], ["eval", *own, "--individual"]):
+        assert main([command[0], str(artifact), *command[1:]]) == 2
+        error = capsys.readouterr().err
+        assert named in error and "pass --trust-recipe if you trust its author" in error and error.count("\n") == 1
+    half = [*own, "--individual", *(f"--expert={task}={folders / 'experts' / task}" for task in ("low", "high"))]
+    assert main(["eval", str(artifact), *half]) == 2
+    assert f"base: {named!r}" in capsys.readouterr().err
+    assert asked == []
+    with pytest.raises(pytest.fail.Exception):
+        main(["sign", str(artifact), "--trust-recipe"])
+    assert asked == [named]
 
 
 def test_lines_of_pairs_are_pairs_in_every_command(built, tmp_path, capsys):
