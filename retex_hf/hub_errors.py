@@ -58,10 +58,17 @@ def without_secrets(text: str, token: str | bool | None = None) -> str:
     'no answer of https://***@hub.example to ***'
     """
     # A token that cannot be sent as a header is quoted whole by the transport, which may show its line break as "\n".
-    for secret in (token, get_token()):
+    for secret in (token, _own_token()):
         if isinstance(secret, str) and secret.strip():
             text = text.replace(secret.strip(), "***")
     return CREDENTIALS.sub("***@", text)
+
+
+def _own_token() -> str | None:
+    try:
+        return get_token()
+    except OSError:  # what may not be read is in no message
+        return None
 
 
 def _reason(error: Exception, repo_id: str) -> str:

@@ -137,8 +137,9 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
                 piece = handle.get_slice(name)
                 infos[name] = TensorInfo(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()])
                 handles[name] = handle
-        except FileNotFoundError:
-            raise CheckpointError(f"{file} does not exist.") from None
+        except FileNotFoundError:  # which safetensors also says where it may not read
+            problem = "cannot be read: Permission denied" if file.exists() else "does not exist"
+            raise CheckpointError(f"{file} {problem}.") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from None
         except KeyError as error:

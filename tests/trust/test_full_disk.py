@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from hubs import WRITE, serving
+from huggingface_hub import constants
 from small_disks import SmallDisk, small_disk
 from trust.killed import Place, answers, build, digest, prepare_folders, sign, train
 from trust.subjects import batch, make_tokenizer, texts
+from users import as_nobody, give, reachable_folder
 
 from retex_hf import RetexError, RetexModel
 from retex_hf import build as building
@@ -79,6 +81,27 @@ def state(folder: Path) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_on_a_full_disk_nothing_is_lost_and_the_work_goes_on(job, disk, place, monkeypatch):
+    fill_until_done(job, disk, place, monkeypatch, lambda work, place: work(place))
+
+
+@pytest.mark.parametrize("job", ["save", "sign", "export", "build", "training"])
+def test_on_a_full_disk_another_user_loses_nothing_either(job, monkeypatch):
+    with reachable_folder() as folder, small_disk(folder / "disk") as disk:
+        prepare_folders(folder / "shared")
+        warm, place = (Place(made, folder / "shared", folder) for made in (folder / "warm", disk.folder))
+        shutil.copytree(warm.shared / "previous", warm.target)
+        monkeypatch.chdir(warm.folder)
+        JOBS[job](warm)  # so that everything is imported
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(folder / "assets"))
+        shutil.copytree(place.shared / "previous", place.target)
+        give(folder)
+        fill_until_done(job, disk, place, monkeypatch, as_nobody)
+
+
+def fill_until_done(
+    job: str, disk: SmallDisk, place: Place, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]
+) -> None:
+    """Do a job on a full disk, and with a little more room each time, until it is done."""
     # The disk is full all of a sudden, not already when the build asks how much there is.
     monkeypatch.setattr(building, "_check_disk", lambda *_: None)
     monkeypatch.chdir(disk.folder)
@@ -86,7 +109,7 @@ def test_on_a_full_disk_nothing_is_lost_and_the_work_goes_on(job, disk, place, m
     while True:
         disk.fill(leave)
         try:
-            JOBS[job](place)
+            call(JOBS[job], place)
             break
         except RetexError as error:
             assert "\n" not in str(error)
