@@ -335,7 +335,7 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
         _held(parent, target.name, BUILDING, taken, 0),
     ):
         name = _interrupted(parent, target) if resume else None
-        if name is not None and _identity(parent.path / name) != identity:
+        if name is not None and not _is_work_of(parent.path / name, identity):
             name = None
         if name is None:
             begun.forget(target)  # first: what is cleared by halves must not be resumed
@@ -371,11 +371,17 @@ def _interrupted(parent: OpenFolder, target: Path) -> str | None:
     return name if is_there else None
 
 
-def _identity(place: Path) -> Any:
+def _is_work_of(place: Path, identity: dict[str, Any]) -> bool:
+    """Whether an interrupted build is of this identity, and holds nothing that a build does not write.
+
+    Its journals are written on, so they may have no other name elsewhere.
+    """
     try:
-        return json.loads((place / IDENTITY_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+        check_plain(place)
+        known = json.loads((place / IDENTITY_NAME).read_text(encoding="utf-8"))
+        return known == identity and all(file.is_dir() or file.stat().st_nlink == 1 for file in place.iterdir())
+    except (ArtifactError, OSError, ValueError):
+        return False
 
 
 def _end_build(parent: OpenFolder, target: Path, name: str) -> None:

@@ -231,6 +231,23 @@ def test_another_folder_under_the_name_of_an_interrupted_build_is_not_resumed(ta
     assert os.listdir(target.parent) == ["target"]
 
 
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
+@pytest.mark.parametrize("name", ["work", "journal-0.jsonl", "build.json"])
+def test_an_interrupted_build_with_links_in_it_is_not_resumed(name, kind, target, precious):
+    left, before = interrupt(target), content(precious)
+    (left / name).unlink(missing_ok=True)
+    match kind:
+        case "link":
+            (left / name).symlink_to(precious / "file")
+        case "second name":
+            (left / name).hardlink_to(precious / "file")
+        case "pipe":
+            os.mkfifo(left / name)
+    with within(20), workshop(target, {"of": "one"}, True) as place:
+        assert os.listdir(place) == ["build.json"] and place != left
+    assert content(precious) == before and os.listdir(target.parent) == ["target"]
+
+
 @pytest.mark.parametrize("change", ["link", "pipe", "open to others", "another's", "of another folder", "nonsense"])
 def test_a_record_that_is_not_ones_own_is_not_believed(change, target, tmp_path):
     interrupt(target)
