@@ -263,14 +263,17 @@ def test_a_configuration_names_no_other_weights(artifact, tmp_path, link, verify
     )
 
 
-BACKBONES = [
-    cls for cls in configurations.composite_classes() if "backbone_config" in cls.config_class.__dataclass_fields__
-]
+BACKBONES = (
+    "ConditionalDetrForObjectDetection", "DPTForDepthEstimation", "DabDetrForObjectDetection",
+    "DeformableDetrForObjectDetection", "DetrForObjectDetection", "GroundingDinoForObjectDetection",
+    "Mask2FormerForUniversalSegmentation", "RTDetrForObjectDetection", "TableTransformerForObjectDetection",
+    "TvpForVideoGrounding", "UperNetForSemanticSegmentation", "VitMatteForImageMatting", "ZoeDepthForDepthEstimation",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("cls", BACKBONES, ids=lambda cls: cls.__name__)
-def test_a_backbone_is_never_looked_up(tmp_path, watched, cls):
-    values = {"architectures": [cls.__name__], "backbone": "gpt2", "use_timm_backbone": False, "backbone_config": None}
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_backbone_is_never_looked_up(tmp_path, watched, name):
+    values = {"architectures": [name], "backbone": "gpt2", "use_timm_backbone": False, "backbone_config": None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="asks for backbone='gpt2', which is no architecture of timm's own"):
