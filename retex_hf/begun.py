@@ -16,7 +16,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from .handles import READ_FILE, is_private
+from .errors import WriteError
+from .handles import READ_FILE, is_private, kind_of, lstat
 from .writing import whole_file
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def note(target: Path, name: str, inode: int) -> None:
     """Remember that `target` is being built in the folder `name` beside it."""
     path = _record_of(target)
     try:
+        _check_own(path)
         with whole_file(path) as file:
             file.write_text(json.dumps({"target": str(target), "name": name, "inode": inode}), encoding="utf-8")
             file.chmod(stat.S_IRUSR | stat.S_IWUSR)
@@ -43,8 +45,10 @@ def note(target: Path, name: str, inode: int) -> None:
 
 def recall(target: Path) -> tuple[str, int] | None:
     """Return name and inode of the folder in which this user was building `target`; None where there is no record."""
+    path = _record_of(target)
     try:
-        handle = os.open(_record_of(target), READ_FILE)
+        _check_own(path)
+        handle = os.open(path, READ_FILE)
     except OSError:
         return None
     with os.fdopen(handle, "rb") as file:
@@ -63,10 +67,20 @@ def recall(target: Path) -> tuple[str, int] | None:
 
 def forget(target: Path) -> None:
     """Remove the record of a build that has ended."""
+    path = _record_of(target)
     try:
-        _record_of(target).unlink(missing_ok=True)
+        _check_own(path)
+        path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("%s cannot be removed: %s.", _record_of(target), error.strerror)
+        logger.warning("%s cannot be removed: %s.", path, error.strerror or error)
+
+
+def _check_own(path: Path) -> None:
+    """Refuse folders of ours that are links. (Where the user's files are kept at all may well be one.)"""
+    for folder in path.parents[:2]:
+        state = lstat(folder)
+        if state is not None and not stat.S_ISDIR(state.st_mode):
+            raise WriteError(f"{folder} is {kind_of(state)}")
 
 
 def _record_of(target: Path) -> Path:

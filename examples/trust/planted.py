@@ -60,7 +60,8 @@ CHANGES = {
     "os.truncate": ((0, None),),
     "shutil.rmtree": ((0, 1),),
 }
-OURS = ("log", "tmp", ".")
+# What the trials make themselves, and where the user keeps files of Hugging Face's libraries, which may be a link.
+OURS = ("log", "tmp", ".", "assets")
 
 
 # ---- the jobs --------------------------------------------------------------------------------------------------------

@@ -183,3 +183,22 @@ def test_a_recipe_with_data_builds_signs_draws_evaluates_and_saves(classifiers, 
     assert model.evaluation == results
     assert model.retex_config.rank == "full"  # flags win over the recipe
     assert model.tasks == ["low", "high"] and model.signatures is not None
+
+
+@pytest.mark.parametrize("solver", ["closed_form", "adam"])
+def test_two_processes_sign_before_the_folder_is_replaced(solver, classifiers):
+    """All processes end with the signed artifact, and leave nothing beside it."""
+    tasks = ("low", "high")
+    flags = [f"--expert={task}={classifiers / 'experts' / task}" for task in tasks]
+    flags += [f"--data={task}={classifiers / 'data' / task}" for task in tasks]
+    flags += ["--rank=4", "--num-reference=32", "--cpu", f"--solver={solver}"]
+    flags += ["--steps=4", "--warmup-steps=0", "--batch-size=2"] if solver == "adam" else []
+    out = classifiers / "runs" / "out"
+    arguments = [*launcher(2), str(SCRIPT), f"--base={classifiers / 'base'}", f"--output-dir={out}", *flags]
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment(), capture_output=True, text=True, timeout=300, cwd=classifiers
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert os.listdir(out.parent) == ["out"]
+    model = RetexModel.from_pretrained(out)
+    assert model.tasks == list(tasks) and model.signatures is not None and sorted(model.recipe["data"]) == sorted(tasks)

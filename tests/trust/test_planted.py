@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from small_disks import small_disk
 from trust import killed
 from trust.killed import Place, answers, build, prepare_folders, recipe, train
@@ -272,6 +273,18 @@ def test_a_record_that_is_not_ones_own_is_not_believed(change, target, tmp_path)
     with within(20):
         assert interrupted_build(target) is None
     record.unlink()
+
+
+@pytest.mark.parametrize("name", ["retex_hf", "retex_hf/builds"])
+def test_records_are_not_written_behind_a_link(name, target, precious, tmp_path, monkeypatch, caplog):
+    before = content(precious)
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    (tmp_path / "assets" / name).parent.mkdir(parents=True)
+    (tmp_path / "assets" / name).symlink_to(precious)
+    with workshop(target, {"of": "one"}, True):
+        assert interrupted_build(target) is None
+    assert f"{name} is a link" in caplog.text and "cannot be resumed" in caplog.text
+    assert content(precious) == before and (tmp_path / "assets" / name).is_symlink()
 
 
 def test_weights_of_a_prepared_build_do_not_reach_the_artifact(tmp_path, monkeypatch):
