@@ -89,7 +89,7 @@ def test_a_tokenizer_that_is_gone_is_missed(folder, tmp_path, caplog):
     assert f"{folder} is gone, and so is the tokenizer" in caplog.text
 
 
-def test_a_new_description_keeps_the_tokenizer_that_was_saved_last(tmp_path):
+def test_a_new_description_keeps_the_tokenizer_that_was_recorded_last(tmp_path):
     tokenizer, folder = make_tokenizer(), tmp_path / "artifact"
     base, experts = bert(tokenizer)
     base.save_pretrained(tmp_path / "base")
@@ -100,6 +100,9 @@ def test_a_new_description_keeps_the_tokenizer_that_was_saved_last(tmp_path):
     tokenizer.add_tokens(["teal"])
     tokenizer.save_pretrained(folder)
     model.fit_signatures({task: [batch(tokenizer, texts(task, 8))] for task in experts}, progress=False)
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json is not the file that .* records"):
+        model.save_description(folder)
+    RetexModel.from_pretrained(folder, verify=False).save_description(folder)
     model.save_description(folder)
     assert "teal" in (folder / "tokenizer.json").read_text()
     verify(folder)
