@@ -102,7 +102,7 @@ def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
     file, plain = folder / "weights.bin", torch_bytes.program({"w": Tensor()})
     data = {"0": _numbers(4)}
     whole = torch_bytes.archive(plain, data)
-    large = torch_bytes.program({"w": Tensor(numel=10**8, size=(10**8,), stride=(1,))})
+    large = torch_bytes.program({"w": Tensor(numel=10**7, size=(10**7,), stride=(1,))})
     twins = {f"w{index}": Tensor(numel=50_000, size=(50_000 - index,), stride=(1,)) for index in range(100)}
     tied = {f"w{index}": Tensor(numel=50_000, size=(50_000,), stride=(1,)) for index in range(100)}
     chain = (
@@ -112,7 +112,7 @@ def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
     )
     cases: list[bytes] = [
         torch_bytes.archive(plain, data, compressed=True),
-        torch_bytes.archive(large, {"0": bytes(4 * 10**8)}, compressed=True),
+        torch_bytes.archive(large, {"0": bytes(4 * 10**7)}, compressed=True),
         torch_bytes.archive(plain, {}),
         torch_bytes.archive(plain, {"0": b""}),
         torch_bytes.archive(plain, {"0": _numbers(3)}),
@@ -136,7 +136,7 @@ def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
         chain + b"Nu.",  # a key that takes forever to be hashed
         b"\x80\x02}(" + b"N" * 1001 + b"u.",
         b"\x80\x02" + b"(" * 100_000 + b".",
-        b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
+        b"\x80\x02)" + b"\x85" * 200_000 + b".",
         b"\x80\x02h\x05.",
         b"\x80\x02.",
         b"\x80\x02R.",

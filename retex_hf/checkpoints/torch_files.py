@@ -28,6 +28,8 @@ from ..printing import visible
 
 # Of a program and of a table of contents. A shard of the largest models has a tenth of that.
 MOST_PICKLE_BYTES, MOST_DIRECTORY_BYTES = 16_000_000, 32_000_000
+# A tensor takes about thirty.
+MOST_INSTRUCTIONS = 2_000_000
 MOST_AXES, LARGEST_NUMBER = 64, 2**62
 # How often the bytes of a file may be used, under several names: a model whose layers are all one has a name for each.
 MOST_TIED = 64
@@ -239,7 +241,9 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
         del stack[start:]
         return items
 
-    for opcode, argument, _ in pickletools.genops(stream):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        if count > MOST_INSTRUCTIONS:
+            raise _Refusal(f"it takes over {MOST_INSTRUCTIONS} instructions to say which tensors it holds")
         name = opcode.name
         if name in LITERALS:
             stack.append(argument)

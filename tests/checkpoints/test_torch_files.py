@@ -240,6 +240,8 @@ def test_a_long_program_is_not_followed(tmp_path):
     file = tmp_path / "w.bin"
     file.write_bytes(torch_bytes.archive(program(b"N" * 17_000_000), {}))
     refuse(r"it takes 17000003 bytes to say which tensors it holds; at most 16000000 are read", file)
+    file.write_bytes(torch_bytes.archive(program(b"N" * 2_000_001), {}))
+    refuse(r"it takes over 2000000 instructions to say which tensors it holds", file)
 
 
 def test_shards_that_hold_a_tensor_twice(tmp_path):
