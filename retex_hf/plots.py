@@ -271,12 +271,13 @@ def save_figures(
         "errors": (plot_errors, errors),
         "storage": (plot_storage, storage),
     }
-    paths = {}
+    drawings = {name: drawing for name, drawing in drawings.items() if drawing[1]}
+    if not drawings:
+        return {}
     figures = check_target(Path(folder) / FIGURES_FOLDER)
+    paths = {name: figures / f"{name}.png" for name in drawings}
     for name, (draw, data) in drawings.items():
-        if data:
-            paths[name] = figures / f"{name}.png"
-            draw(data, paths[name])
+        draw(data, paths[name])
     return paths
 
 
