@@ -428,6 +428,8 @@ def _held(parent: OpenFolder, name: str, kind: str, taken: str, seconds: float) 
     state = parent.state(path.name)
     if state is not None and not stat.S_ISREG(state.st_mode):
         raise ArtifactError(f"{path} is {kind_of(state)}, where a lock file belongs: remove it.")
+    with suppress(FileExistsError):  # where no file can be made at all, the lock would be waited for in vain
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     # Others who may write in this folder may also hold the lock.
     lock = FileLock(path, mode=0o666)
     try:

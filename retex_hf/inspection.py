@@ -12,6 +12,8 @@ from tqdm.auto import tqdm
 
 from . import description, loading
 from .checkpoints.sources import open_files, weight_files
+from .config import CONFIG_NAME
+from .errors import ArtifactError, brief
 from .libraries import LIBRARIES
 from .plots import layer_type
 from .recovery import OffsetGenerator, RecoveryModule
@@ -39,6 +41,12 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
         for name in tqdm(recovery, desc="Reading spectra", unit="layer", disable=not progress):
             layers[name] |= _spectrum(recovery, name, config.tasks)
     signatures = section.get("signatures")
+    heads = section.get("heads")
+    if not isinstance(heads, dict) or not all(isinstance(head, dict) for head in heads.values()):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the heads are described by {brief(heads)}.")
+    is_described = isinstance(signatures, dict) and isinstance(signatures.get("feature_layer"), str)
+    if signatures is not None and not is_described:
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {brief(signatures)}.")
     return {
         "library": section["library"],
         "format_version": section["format_version"],

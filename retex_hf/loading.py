@@ -34,6 +34,7 @@ from .description import (
 )
 from .errors import ArtifactError, CheckpointError, brief, shorten
 from .execution import in_own_dtypes
+from .folder_files import FolderFiles
 from .libraries import LIBRARIES, library_of
 from .parts import RetexParts
 from .reading import check_links, parse_json, parse_yaml, read_file
@@ -150,6 +151,15 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
             f"if it is meant, record it with `retex verify {folder} --record`."
         )
     return {name: manifest.read_verified(folder, name, found) for name, found in records.items()}
+
+
+def read_config_files(folder: Path, name: str) -> FolderFiles:
+    """Return the configuration of a folder's model; of an artifact, as it is recorded."""
+    if not (folder / CONFIG_NAME).exists():
+        return FolderFiles(folder)
+    _, section = read_description(folder)
+    records = read_manifest(folder, section)
+    return FolderFiles(folder, {name: manifest.read_verified(folder, name, records[name])} if name in records else {})
 
 
 def recorded_side_files(folder: Path) -> dict[str, manifest.FileRecord] | None:

@@ -21,7 +21,7 @@ from .folder_files import private_copy
 from .libraries import library_of, openclip
 from .libraries.containment import contained
 from .libraries.untrusted_tokenizer import vetted_side_files
-from .loading import read_side_files
+from .loading import read_config_files, read_side_files
 from .paths import as_path
 
 TEXT, IMAGE = "text", "image"
@@ -138,6 +138,8 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
 def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[str, Tensor]:
     """Refuse tokens that the model has no embedding for: torch would end with an index out of range."""
     tokens = batch["input_ids"]
+    if tokens.shape[-1] == 0:
+        raise InputError("The tokenizer makes no tokens of these texts: expected texts that are not empty.")
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < known:
         raise ArtifactError(
             f"The tokenizer in {folder} gives the token {int(tokens.max())}, but the model knows {known}: it is the "
@@ -169,8 +171,9 @@ class _SideFiles:
     @classmethod
     def read(cls, folder: Path, library: ModuleType) -> _SideFiles:
         files = vetted_side_files(folder, read_side_files(folder))
-        if (folder / library.CONFIG).exists():
-            files[library.CONFIG] = library.vetted_config(folder)
+        beside = read_config_files(folder, library.CONFIG)
+        if beside.has(library.CONFIG):
+            files[library.CONFIG] = library.vetted_config(folder, beside)
         return cls(folder, files)
 
     def load(self, auto_class: type, what: str) -> Any:

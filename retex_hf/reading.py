@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
@@ -170,8 +171,8 @@ def _checked(value: Any, kind: type | None, name: str, error: type[RetexError], 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in values if names.count(key) > 1)!r} stands twice")
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} stands twice")
     return values
 
 
@@ -242,9 +243,11 @@ def _check_keys(node: yaml.MappingNode) -> None:
     seen: set[Hashable] = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
-            if (key.tag, key.value) in seen:
+            # As Python would: 1, 0x1 and 1.0 are one key, however they are spelt.
+            value = yaml.SafeLoader("").construct_object(key)
+            if value in seen:
                 raise ValueError(f"the key {key.value!r} stands twice (line {key.start_mark.line + 1})")
-            seen.add((key.tag, key.value))
+            seen.add(value)
 
 
 def _reason(problem: Exception) -> str:

@@ -141,7 +141,9 @@ class Recipe:
         _check_threads(self.threads)
         for change in self.changes:
             if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
-                raise ConfigError(f"A change must be an add, a remove or a sign, not {change!r}.")
+                raise ConfigError(f"A change must be an add, a remove or a sign, not {brief(change)}.")
+            if "add" in change and not isinstance(change.get("expert"), str):
+                raise ConfigError(f"A change that adds a task must name its expert, unlike {brief(change)}.")
 
 
 def describe_build(

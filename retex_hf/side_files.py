@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -11,7 +12,6 @@ from typing import Any
 
 from . import manifest
 from .checkpoints import Source
-from .checkpoints.locate import CODE
 from .errors import CheckpointError, first_line, shorten
 from .manifest import FileRecord
 from .reading import check_links, read_json
@@ -25,6 +25,8 @@ SIDE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json",
     "audio_tokenizer_config.json",
 )  # fmt: skip
+# How such files end; others of these names may be code, or archives.
+ENDING = re.compile(r"\.(json|txt|tsv|model|spm|vocab|bpe|codes|tokenizer|tiktoken|jinja)(\.v[0-9]+)?$")
 # Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
 SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
 # What says which token is which number; where both have the first, the others repeat it.
@@ -43,6 +45,8 @@ def side_files(folder: Path) -> Iterator[Path]:
 def is_side_file(name: str) -> bool:
     """Whether a file of an artifact, by its name in there, belongs to a tokenizer or a processor."""
     folder, _, file = name.rpartition("/")
+    if not _has_known_ending(file):
+        return False
     patterns = [SIDE_FILES] if not folder else [names for of, names in SIDE_FOLDERS.items() if fnmatchcase(folder, of)]
     return any(fnmatchcase(file, pattern) for of in patterns for pattern in of)
 
@@ -138,4 +142,8 @@ def _folder_of(source: Source) -> Path | None:
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
     found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if file.suffix not in CODE)
+    return sorted(file for file in found if _has_known_ending(file.name))
+
+
+def _has_known_ending(name: str) -> bool:
+    return ENDING.search(name) is not None

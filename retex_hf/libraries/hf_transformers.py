@@ -262,9 +262,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return _Description(path, "AutoModel", AutoModel, vetted, None).config()
 
 
-def vetted_config(folder: Path) -> dict[str, Any]:
+def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
     """Return what the configuration of a folder says of its model, vetted."""
-    return _Description.read(FolderFiles(folder)).values
+    return _Description.read(files or FolderFiles(folder)).values
 
 
 def from_config(

@@ -6,8 +6,10 @@ memory is gone. Weights cannot lie so: their files have the size they have. Noth
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -34,6 +36,8 @@ HARMLESS_COUNT = 100_000
 # Sizes of square matrices of complex numbers that a model computes when it is made, whatever the device (FNet).
 SQUARED = {"tpu_short_seq_length"}
 BYTES_PER_COMPLEX = 16
+# How long the making of a model may take, of the processor's time: a thousand layers take about ten seconds.
+HARMLESS_SECONDS, SECONDS_PER_TENSOR = 30.0, 0.05
 # Modules and parameters that a model has for every tensor in its files; tied, fused and weightless ones count too.
 PIECES_PER_TENSOR, HARMLESS_PIECES = 100, 10_000
 # Constants that a model computes for itself (positions, masks), in bytes.
@@ -76,11 +80,58 @@ def limited_pieces(path: Path, source: Source) -> Iterator[None]:
             )
 
     hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    seconds = HARMLESS_SECONDS + SECONDS_PER_TENSOR * len(source.infos)
     try:
-        yield
+        with limited_time(seconds, f"{path} asks for a model that takes over {seconds:.0f} seconds to make."):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def limited_time(seconds: float, refusal: str) -> Iterator[None]:
+    """Within this context, stop this thread with a refusal once it has worked for so many seconds.
+
+    Seconds are those of the processor, so that a busy machine refuses no more than an idle one. The thread is stopped
+    between two steps of Python; a single call of native code is not.
+    """
+    thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
+    clock = time.pthread_getcpuclockid(thread) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
+    start, stopped = time.clock_gettime(clock), False
+
+    def watch() -> None:
+        nonlocal stopped
+        while not done.wait(1.0):
+            with lock:
+                if done.is_set() or time.clock_gettime(clock) - start < seconds:
+                    continue
+                stopped = True
+                _raise_in(thread, TooLong)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True, name="retex time limit")
+    watcher.start()
+    try:
+        yield
+    except TooLong:
+        raise CheckpointError(refusal) from None
+    finally:
+        with lock:
+            done.set()
+            if stopped:
+                _raise_in(thread, None)  # in case it has not come yet
+    if stopped:
+        raise CheckpointError(refusal)
+
+
+class TooLong(BaseException):
+    """Raised in a thread that has worked for too long; no `except Exception` of another library keeps it."""
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    exception = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
 
 def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[str, TensorInfo]) -> None:

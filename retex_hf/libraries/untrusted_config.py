@@ -59,6 +59,13 @@ LONGEST_WORD = 200
 # What OpenCLIP's own configurations tell its tokenizers; it hands anything else to transformers, as an option.
 TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
 FINDS_FILES = "configuration_files"
+# Arguments of tokenizers that take the name of a file, or are handed on as they stand.
+FILES_OF_TOKENIZERS = {"vocab", "merges", "init_inputs", "sp_model_kwargs", "fast_tokenizer_files"}
+TOKENS = {
+    "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "model_specific_special_tokens",
+    "language_codes",
+}  # fmt: skip
+TEMPLATES = {"chat_template", "chat_templates"}
 # Settings of `generate` that count something: the smallest number that makes sense, and one beyond all reason.
 COUNTS = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "max_new_tokens"), 1),
@@ -157,20 +164,38 @@ def text_tower(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def vet_side_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a tokenizer's or processor's configuration that transformers may read.
 
-    Old versions noted the paths of their own files there, so these are left out and not refused; the files that are
-    read are found by their names.
+    Tokens and templates are texts; other strings are plain words. Old versions noted the paths of their own files
+    there, so what names a file is left out and not refused; the files that are read are found by their names.
     """
+    kept = {}
+    for key, value in values.items():
+        if key in LEFT_OUT or key in FILES_OF_TOKENIZERS:
+            continue
+        if is_token(key) or key in TEMPLATES:
+            kept[key] = value
+        elif isinstance(value, Mapping):
+            kept[key] = vet_side_config(value)
+        elif all(_is_plain(key, entry) for entry in (value if isinstance(value, list) else [value])):
+            kept[key] = value
+    return kept
 
-    def vet(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {
-                key: vet(entry)
-                for key, entry in value.items()
-                if key not in LEFT_OUT and not (isinstance(entry, str | list) and _names_something(key))
-            }
-        return [vet(entry) for entry in value] if isinstance(value, list) else value
 
-    return vet(values)
+def vet_special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens of a `special_tokens_map.json`, and no other argument of a tokenizer."""
+    return {key: value for key, value in values.items() if is_token(key)}
+
+
+def is_token(key: str) -> bool:
+    """Tell whether a key of a tokenizer's configuration holds tokens."""
+    return key.endswith("_token") or key in TOKENS
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return vet_side_config(value) == value
+    if not isinstance(value, str):
+        return not isinstance(value, list) or all(_is_plain(key, entry) for entry in value)
+    return not _names_something(key) and len(value) <= LONGEST_WORD and PLAIN.fullmatch(value) is not None
 
 
 def _vetted(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ makes longer and longer does that. So the growth of a text is bounded by what th
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,15 +14,19 @@ from typing import Any
 
 from ..errors import CheckpointError, brief
 from ..reading import parse_json
-from .untrusted_config import vet_side_config
+from .untrusted_config import vet_side_config, vet_special_tokens
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, SPECIAL_TOKENS = "tokenizer.json", "special_tokens_map.json"
 # What lies behind these keys changes texts, one after the other.
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # Steps in one tokenizer, and how deep they may be nested. Real ones have about ten, in two levels.
 MOST_STEPS, MOST_LEVELS = 200, 16
 # By how much all replacements together may lengthen a text. Real ones replace a blank by one other character.
 MOST_GROWTH = 1_000
+# A character of UTF-8 has at most so many bytes.
+BYTES_PER_CHARACTER = 4
+# Tokens that a template may put around a text.
+MOST_ADDED = 1_000
 # Numbers under these keys make every text so long, whatever it is.
 LENGTHS = ("length", "max_length", "pad_to_multiple_of", "Fixed", "stride")
 LONGEST = 10_000_000
@@ -38,6 +43,8 @@ def vetted_side_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, byt
             values = _parse(folder / name, data)
             if name.rpartition("/")[2] == TOKENIZER:
                 _check_tokenizer(folder / name, values)
+            elif name.rpartition("/")[2] == SPECIAL_TOKENS and isinstance(values, dict):
+                vetted[name] = json.dumps(vet_special_tokens(values)).encode()
             elif name.endswith("config.json") and isinstance(values, dict):
                 vetted[name] = json.dumps(vet_side_config(values)).encode()
     return vetted
@@ -58,7 +65,8 @@ def _check_tokenizer(path: Path, values: Any) -> None:
         raise CheckpointError(f"{path} has {len(steps)} steps; at most {MOST_STEPS} are run.")
     growth = 1
     for step in steps:
-        growth *= _growth(step)
+        growth *= _growth(path, step)
+        _check_template(path, step)
         if growth > MOST_GROWTH:
             raise CheckpointError(f"{path} can make a text over {MOST_GROWTH} times as long as it was.")
     for key in ("truncation", "padding"):
@@ -83,10 +91,40 @@ def _steps(path: Path, value: Any, level: int) -> Iterator[Mapping[str, Any]]:
                 yield from _steps(path, entry, level)
 
 
-def _growth(step: Mapping[str, Any]) -> int:
+def _growth(path: Path, step: Mapping[str, Any]) -> int:
     """Bound by how much a step lengthens a text. A pattern may match every single character, and between them."""
+    characters = step.get("precompiled_charsmap")
+    if isinstance(characters, str):
+        return _longest_replacement(path, characters)
     content = step.get("content", step.get("prepend", step.get("replacement")))
     return max(1, len(content)) if isinstance(content, str) else 1
+
+
+def _longest_replacement(path: Path, text: str) -> int:
+    """Return the length of the longest text that a compiled map (of sentencepiece) puts in a character's place: after
+    the size of its table, and the table, stand all replacements, with a zero after each."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise CheckpointError(f"{path} has a precompiled_charsmap that is not in base 64.") from None
+    size = int.from_bytes(data[:4], "little")
+    return max(1, *(len(part) // BYTES_PER_CHARACTER for part in data[4 + size :].split(b"\0")))
+
+
+def _check_template(path: Path, step: Mapping[str, Any]) -> None:
+    """Refuse a template that adds more tokens to a text than any task has use for."""
+    special = step.get("special_tokens")
+    if not isinstance(special, Mapping):
+        return
+    ids = max((len(_list(entry, "ids")) for entry in special.values()), default=0)
+    pieces = max(len(_list(step, "single")), len(_list(step, "pair")))
+    if ids * pieces > MOST_ADDED:
+        raise CheckpointError(f"{path} can add {ids * pieces} tokens to a text; at most {MOST_ADDED} are.")
+
+
+def _list(values: Any, key: str) -> list[Any]:
+    found = values.get(key) if isinstance(values, Mapping) else None
+    return found if isinstance(found, list) else []
 
 
 def _numbers(value: Any) -> Iterator[tuple[str, float]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from trust.subjects import TASKS, bert, make_artifact, make_tokenizer, mixed_bat
 
 from retex_hf import CheckpointError, RetexConfig, RetexError, RetexModel
 from retex_hf.checkpoints import open_source
-from retex_hf.libraries import hf_transformers
+from retex_hf.libraries import hf_transformers, limits
 from retex_hf.libraries.containment import contained
 from retex_hf.libraries.untrusted_config import vet_side_config, vet_transformers_config
 from retex_hf.preprocess import load_preprocessor
@@ -461,6 +464,109 @@ def test_a_deeply_nested_normaliser_is_refused(artifact):
     reseal(artifact)
     with pytest.raises(RetexError, match=r"tokenizer\.json nests steps"):
         load_preprocessor(artifact, model.model)
+
+
+# ---- files that a tokenizer would open -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path) -> Callable[[], list[Path]]:
+    """A vocabulary outside of every folder, and whether it was opened, by Python or by native code."""
+    outside = tmp_path / "outside"
+    watcher = configurations._Watcher(outside)
+    (outside / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nsecret\n", encoding="utf-8")
+    watcher.seen()
+    return lambda: [outside / "vocab.txt"] if watcher.seen() else []
+
+
+@pytest.mark.parametrize("kind", ["EsmTokenizer", "BertTokenizer", "PreTrainedTokenizerFast", "GPT2Tokenizer"])
+@pytest.mark.parametrize("where", ["special tokens", "vocab", "init_inputs", "sp_model_kwargs"])
+def test_a_tokenizer_opens_no_other_file(artifact, opened, tmp_path, kind, where):
+    model = RetexModel.from_pretrained(artifact)
+    outside = str(tmp_path / "outside" / "vocab.txt")
+    path = artifact / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": kind}
+    match where:
+        case "special tokens":
+            values.pop("added_tokens_decoder", None)
+            named = {"vocab_file": outside, "tokenizer_file": outside, "merges_file": outside, "pad_token": "[PAD]"}
+            (artifact / "special_tokens_map.json").write_text(json.dumps(named), encoding="utf-8")
+        case "vocab":
+            values |= {"vocab": outside, "merges": outside}
+        case "init_inputs":
+            values |= {"init_inputs": [outside]}
+        case "sp_model_kwargs":
+            values |= {"sp_model_kwargs": {"model_file": outside}}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    if where != "special tokens":
+        (artifact / "tokenizer.json").unlink()
+    names = ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"]
+    reseal(artifact, *(name for name in names if (artifact / name).exists()))
+    try:
+        load_preprocessor(artifact, model.model)
+    except RetexError as error:
+        assert "\n" not in str(error)
+    assert opened() == []
+
+
+def test_a_map_of_characters_that_bursts_is_refused(artifact):
+    model = RetexModel.from_pretrained(artifact)
+    table = [0] * 512
+    table[0], table[353] = 256 << 10, 97 | 1 << 8 | 1 << 10
+    packed = struct.pack("<512I", *table)
+    text = struct.pack("<I", len(packed)) + packed + b"x" * 100_000 + b"\0"
+    edit(
+        artifact / "tokenizer.json",
+        normalizer={"type": "Precompiled", "precompiled_charsmap": base64.b64encode(text).decode()},
+    )
+    reseal(artifact)
+    with pytest.raises(RetexError, match=r"tokenizer\.json can make a text over 1000 times as long"):
+        load_preprocessor(artifact, model.model)
+
+
+def test_a_template_that_bursts_is_refused(artifact):
+    model = RetexModel.from_pretrained(artifact)
+    pieces = [{"Sequence": {"id": "A", "type_id": 0}}, *[{"SpecialToken": {"id": "[X]", "type_id": 0}}] * 2000]
+    special = {"[X]": {"id": "[X]", "ids": [1] * 2000, "tokens": ["x"] * 2000}}
+    template = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
+    edit(artifact / "tokenizer.json", post_processor=template)
+    reseal(artifact)
+    with pytest.raises(RetexError, match=r"tokenizer\.json can add \d+ tokens to a text"):
+        load_preprocessor(artifact, model.model)
+
+
+def test_the_configuration_that_chooses_a_tokenizer_is_the_recorded_one(artifact):
+    model = RetexModel.from_pretrained(artifact)
+    edit(artifact / "config.json", tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(RetexError, match=r"config\.json is not the file that .* records"):
+        load_preprocessor(artifact, model.model)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.PY", "tokenizer.sh", "tokenizer.pt", "vocab.py3", "x_tokenizer/tokenizer.pyw"]
+)
+def test_no_code_is_copied_beside_a_model(tmp_path, name):
+    base, experts = bert(make_tokenizer())
+    writers.folder(base, tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "base" / name).write_text("code")
+    RetexModel.from_experts(tmp_path / "base", experts, progress=False, check_base=False).save_pretrained(
+        tmp_path / "a"
+    )
+    assert (tmp_path / "a" / "tokenizer.json").exists()
+    assert not (tmp_path / "a" / name).exists()
+
+
+def test_a_model_that_takes_for_ever_to_make_is_refused(tmp_path, monkeypatch):
+    """LeViT compares every pair of points of an image, in Python."""
+    monkeypatch.setattr(limits, "HARMLESS_SECONDS", 2.0)
+    values = {"architectures": ["LevitModel"], "model_type": "levit", "image_size": 8000}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json asks for a model that takes over 2 seconds to make"):
+        hf_transformers.plan(tmp_path, open_source(tmp_path / "model.safetensors", "the base"))
+    assert sum(range(1000)) == 499500  # nothing comes late
 
 
 # ---- the trial, in its short form ------------------------------------------------------------------------------------
