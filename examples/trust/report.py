@@ -91,7 +91,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other trials")
     parser.add_argument("--work-dir", type=Path, help="where to work; default: a temporary folder")
     arguments = parser.parse_args()
-    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     found, problems = {}, []
     with tempfile.TemporaryDirectory(dir=arguments.work_dir) as work:
         for trial in arguments.only:
@@ -100,6 +99,8 @@ def main() -> int:
             problems += [problem for tally in tallies for problem in tally.problems]
     print(table(found).text(), *problems, sep="\n")
     if arguments.size == "long":
+        # Read only now: another kind may have been tried meanwhile.
+        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
         known |= found
         RESULTS.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
         PAGE.write_text(page(known), encoding="utf-8")

@@ -430,6 +430,7 @@ KINDS: dict[str, tuple[Callable[[Path, random.Random], Iterator[Question]], int,
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
     """Try so many of each kind."""
+    work_dir.mkdir(parents=True, exist_ok=True)
     tallies = []
     with Bounded(answer, seconds=SECONDS, room=ROOM) as process, tempfile.TemporaryDirectory(dir=work_dir) as folder:
         for name, (make, short, long) in KINDS.items():
