@@ -25,6 +25,7 @@ from .checkpoints import (
     TensorInfo,
     align_source,
     check_experts,
+    check_range,
     check_related,
     open_source,
     read_finite,
@@ -158,7 +159,7 @@ def add_task(
     elif isinstance(parts.signatures, WeightSignatures):
         grown.signatures = WeightSignatures.fit(_scorer(grown), batches)
     if config.trunk is not None:
-        cost = _trunk_cost(grown, name, {n: read_finite(checkpoint, n) for n in trunk if n in checkpoint}, seen)
+        cost = _trunk_cost(grown, name, {n: _read(checkpoint, n) for n in trunk if n in checkpoint}, seen)
         grown.config.trunk = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
     added = AddedTask(
         name,
@@ -367,6 +368,12 @@ def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, 
     config, layer = parts.config, parts.signatures.feature_layer
     features = reference_features(_extractor(parts, layer), name, batches, config.num_reference)
     return Signatures.fit([features[layer]], config.signature_rank, layer)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, finite where it can be otherwise; a trunk has counters too."""
+    tensor = checkpoint.read(name)
+    return check_range(tensor, checkpoint.label, name) if tensor.is_floating_point() else tensor
 
 
 def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:

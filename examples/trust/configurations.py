@@ -68,9 +68,10 @@ WATCHED = ("builtins.input", "socket.connect", "socket.getaddrinfo", "subprocess
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Spoil a few classes (`size="short"`) or all composite ones (`"long"`)."""
+    """Spoil a few classes (`size="short"`), or a third of all composite ones (`"long"`), by the seed."""
     names, bombs = Tally("hostile values in nested configurations"), Tally("huge numbers in nested configurations")
-    classes = composite_classes() if size == "long" else [getattr(transformers, name) for name in SHORT]
+    every = composite_classes() if size == "long" else []
+    classes = every[seed % 3 :: 3] or [getattr(transformers, name) for name in SHORT]
     for cls in tqdm(classes, desc="Configurations", unit="class", disable=not progress):
         for kind, outcome, problem in _in_process(cls, work_dir / cls.__name__, seed):
             (names if kind == "name" else bombs).add(outcome, problem)
@@ -159,7 +160,9 @@ def cases(
         for key in sorted({*KEYS, *fields}):
             for value in draw.sample(shapes.get(key, texts), VALUES):
                 yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
-        for key in draw.sample(sorted({*KEYS, *fields}), WORDS):  # which pass as words, so the model is made
+        for key in draw.sample(
+            sorted({*KEYS, *fields}), WORDS if fields else 0
+        ):  # which pass as words, so the model is made
             value = draw.choice(("gpt2", "bert-base-uncased", "resnet50"))
             yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
         if place and "model_type" in _at(values, place):

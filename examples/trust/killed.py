@@ -233,14 +233,14 @@ def prepare_folders(shared: Path) -> None:
     tokenizer = make_tokenizer()
     base, experts = bert(tokenizer)
     for folder, model in {"base": base, **{f"experts/{task}": expert for task, expert in experts.items()}}.items():
-        model.save_pretrained(shared / folder)
         tokenizer.save_pretrained(shared / folder)
+        model.save_pretrained(shared / folder)
     (shared / "texts").mkdir()
     for task in experts:
         (shared / "texts" / f"{task}.txt").write_text("\n".join(texts(task, 24)))
     for folder, model in {"previous": make_model(tasks=("red", "green")), "other": make_model(rank=3)}.items():
-        model.save_pretrained(shared / folder)
         tokenizer.save_pretrained(shared / folder)
+        model.save_pretrained(shared / folder)
 
 
 def begin(job: Job, folder: Path, shared: Path, hub: Path) -> Place:

@@ -30,7 +30,8 @@ LONG = dict.fromkeys(
     (
         *SHORT, "resumed build", "build, sign, change", "training", "save in two renames", "add a task, save",
         "delete a task, save", "sign", "card", "export", "figures", "push",
-    )
+    ),
+    16,
 )  # fmt: skip
 
 

@@ -309,7 +309,8 @@ def test_loading_leaves_the_recovery_mapped(tmp_path, dtype, is_trainable):
     if is_trainable and dtype != "float32":
         pytest.skip("refused")
     make_model(dtype, feature_source="pretrained")[0].save_pretrained(tmp_path / "artifact")
-    loaded = RetexModel.from_pretrained(tmp_path / "artifact", is_trainable=is_trainable, dtype=torch.bfloat16)
+    options = {"is_trainable": is_trainable, "dtype": torch.bfloat16, "verify": False}
+    loaded = RetexModel.from_pretrained(tmp_path / "artifact", **options)
     loaded(**tokens(2), task="red")
     tensors = dict(loaded.recovery.named_parameters())
     assert len(tensors) > len(loaded.recovery)

@@ -281,7 +281,7 @@ def test_code_named_in_a_configuration_is_not_run(folder):
         (lambda v: v["artifact"]["recovery"][WEIGHT].update(error=-1), "recovery of"),
         (lambda v: v["artifact"]["recovery"][WEIGHT].update(rank=True), "recovery of"),
         (lambda v: v.update(tasks=[f"task {index}" for index in range(100_000)]), "heads for|has shape"),
-        (lambda v: v.update(task_embedding_dim=10**9), "'task_embedding' has shape"),
+        (lambda v: v.update(task_embedding_dim=1000), "'task_embedding' has shape"),
     ],
 )  # fmt: skip
 def test_what_the_configuration_says_of_tensors_must_fit_them(folder, change, message):

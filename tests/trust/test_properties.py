@@ -44,7 +44,7 @@ def configs(draw: st.DrawFn) -> dict:
             {},
             optional={
                 "rank": counts | st.just("full"),
-                "task_embedding_dim": st.none() | counts,
+                "task_embedding_dim": st.none() | st.integers(1, 65_536),
                 "recovery_dtype": st.sampled_from(RECOVERY_DTYPES),
                 "factor_order": st.sampled_from(FACTOR_ORDERS),
                 "recovery": st.sampled_from(RECOVERIES),
