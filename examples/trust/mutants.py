@@ -61,10 +61,8 @@ def _saved(family: str, shard_size: str = "5GB", **config: Any) -> Callable[[Pat
             for parameter in (*model.model.parameters(), *model.recovery.parameters()):
                 if seed and parameter.is_floating_point():
                     parameter.mul_(1 + 0.01 * seed)
+        make_tokenizer().save_pretrained(folder)  # first: what lies in the folder is recorded
         model.save_pretrained(folder, max_shard_size=shard_size)
-        make_tokenizer().save_pretrained(folder)
-        # Tokenizers are recorded with what is saved after them.
-        RetexModel.from_pretrained(folder).save_description(folder)
 
     return make
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from trust.killed import Place, answers, build, digest, prepare_folders, sign, train
-from users import NOBODY, as_nobody, as_nobody_anew, give, reachable_folder
+from trust.killed import Place, answers, build, digest, prepare_folders, sign
+from users import NOBODY, as_nobody, give, reachable_folder
 
 from retex_hf import RetexModel, WriteError
 from retex_hf.errors import ArtifactError, CheckpointError
@@ -193,7 +193,7 @@ def save(place: Place) -> None:
     RetexModel.from_pretrained(place.shared / "other").save_pretrained(place.target)
 
 
-JOBS = {"save": save, "sign": sign, "build": build, "training": train, "load": load}
+JOBS = {"save": save, "sign": sign, "build": build, "load": load}
 
 
 @pytest.fixture
@@ -205,21 +205,20 @@ def place(folder, shared, monkeypatch) -> Place:
     return made
 
 
+# Not training: torch trains in no fork of a process that has trained. The trial of links does it, as another user too.
 @pytest.mark.parametrize("job", [name for name in JOBS if name != "load"])
 @pytest.mark.parametrize("closed", ["target", "parent"])
 def test_jobs_in_folders_that_may_not_be_written_change_nothing_and_work_afterwards(job, closed, place):
     before, where = digest(place.target), place.target if closed == "target" else place.folder
-    run = as_nobody_anew if job == "training" else as_nobody
     where.chmod(0o555)
     with pytest.raises(WriteError, match=r"cannot be written: Permission denied\.") as caught:
-        run(JOBS[job], place)
+        as_nobody(JOBS[job], place)
     assert "\n" not in str(caught.value)
     assert digest(place.target) == before and os.listdir(place.folder) == ["artifact"]
     where.chmod(0o755)
-    run(JOBS[job], place)
+    as_nobody(JOBS[job], place)
     assert digest(place.target) != before
-    left = {"artifact"} | ({"checkpoints"} if job == "training" else set())
-    assert set(os.listdir(place.folder)) == left
+    assert os.listdir(place.folder) == ["artifact"]
     assert answers(RetexModel.from_pretrained(place.target))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -41,13 +40,6 @@ def give(folder: Path, user: int = NOBODY) -> Path:
     for path in (folder, *folder.rglob("*")):
         os.chown(path, user, user, follow_symlinks=False)
     return folder
-
-
-def as_nobody_anew(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Do what `as_nobody` does from a new process: torch trains in no fork of a process that has trained."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(as_nobody, (function, *arguments))
 
 
 def as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
