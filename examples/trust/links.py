@@ -24,14 +24,14 @@ from tqdm.auto import tqdm
 from .tally import Tally
 
 NOBODY = 65534
-# Trials per job, two of three at names beside the target. None: everything that can be planted, at every name.
+# Trials per job, two of three at names beside the target; another seed plants others. None: everything, at every name.
 SHORT = {"build": 3, "save": 6, "load": 3}
 LONG = dict.fromkeys(
     (
         *SHORT, "resumed build", "build, sign, change", "training", "save in two renames", "add a task, save",
         "delete a task, save", "sign", "card", "export", "figures", "push",
     ),
-    16,
+    8,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The table of what was tried, in the long forms of the trials, by hand.
 
-    python examples/trust/report.py                                  all of them, about three hours on 2 cores
+    python examples/trust/report.py                                  all of them, about two hours on 2 cores
     python examples/trust/report.py --only mutants --size short      one of them, in seconds, without touching the table
 
 The long form keeps what came out in `results.json` and writes the table of `README.md` from it, so that one kind can be
