@@ -36,7 +36,7 @@ LONG = dict.fromkeys(
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Plant at a few names (`size="short"`), or at all of them (`"long"`); as this user, and by root as another one."""
+    """Plant at a few names (`size="short"`) or at more (`"long"`); as this user, and by root as another one."""
     plan = {"short": SHORT, "long": LONG}[size]
     users = {os.geteuid(): ""} | ({NOBODY: ", as another user"} if os.geteuid() == 0 else {})
     tallies = {(name, user): Tally(f"links: {name}{words}") for user, words in users.items() for name in plan}

@@ -314,3 +314,16 @@ def test_a_change_that_is_meant_is_recorded_by_the_command(folder, capsys):
     assert path.read_text() == meant
     assert main(["verify", "org/model", "--record"]) == 2
     assert "--record needs a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("heads", []), ("heads", {"red": 1}), ("signatures", {}), ("signatures", 1)]
+)
+def test_an_odd_description_is_inspected_with_one_sentence(folder, capsys, key, value):
+    path = folder / "retex_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["artifact"][key] = value
+    path.write_text(json.dumps(values), encoding="utf-8")
+    reseal(folder)
+    assert main(["inspect", str(folder)]) == 2
+    assert "retex_config.json" in capsys.readouterr().err

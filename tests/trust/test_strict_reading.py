@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
@@ -165,3 +166,17 @@ def test_recipes_and_cards_are_read_so(tmp_path):
         Recipe.read(tmp_path / "recipe.yaml")
     with pytest.raises(ArtifactError, match=r"README.md: the block of metadata at the top is not valid YAML: .*100000"):
         sections.split(f"---\n{laughs()}\n---\ntext", "README.md")
+
+
+def test_a_key_that_stands_twice_among_many_is_found_in_no_time():
+    text = "{" + ",".join(f'"k{number}":1' for number in range(200_000)) + ',"k7":2}'
+    start = perf_counter()
+    with pytest.raises(ConfigError, match="the key 'k7' stands twice"):
+        parse_json(text, "config.json", ConfigError)
+    assert perf_counter() - start < 20  # it took minutes for a fifth of it
+
+
+@pytest.mark.parametrize("text", ["{1: a, 0x1: b}", "{1: a, 1.0: b}", "{true: a, yes: b}"])
+def test_a_key_stands_twice_however_it_is_spelt(text):
+    with pytest.raises(ConfigError, match="stands twice"):
+        parse_yaml(text, "recipe.yaml", ConfigError)
