@@ -469,7 +469,8 @@ def _make_scratch(parent: OpenFolder, prefix: str) -> tuple[Path, FileLock]:
     while True:
         place = Path(mkdtemp(prefix=prefix))
         lock = FileLock(place / LOCK_NAME)
-        with suppress(Timeout, FileNotFoundError):  # another process took it for one that was left
+        # Another process may take it for one that was left, and remove it while it is locked.
+        with suppress(Timeout, FileNotFoundError, FileExistsError):
             lock.acquire(timeout=0)
             return place, lock
 

@@ -244,7 +244,8 @@ def _check_keys(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
             # As Python would: 1, 0x1 and 1.0 are one key, however they are spelt.
-            value = yaml.SafeLoader("").construct_object(key)
+            merges = key.tag == "tag:yaml.org,2002:merge"
+            value = key.value if merges else yaml.SafeLoader("").construct_object(key)
             if value in seen:
                 raise ValueError(f"the key {key.value!r} stands twice (line {key.start_mark.line + 1})")
             seen.add(value)
