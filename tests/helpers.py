@@ -1,9 +1,11 @@
-"""Making experts and comparing outputs."""
+"""Making experts, comparing outputs, editing files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,3 +116,14 @@ def launcher(processes: int) -> list[str]:
     """
     kind = "--multi_gpu" if processes > 1 else "--cpu"
     return ["-m", "accelerate.commands.launch", kind, f"--num_processes={processes}", "--main_process_port=0"]
+
+
+def edit_json(path: Path, *place: str, **values: Any) -> None:
+    """Change values of a JSON file, within nested objects."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    inner = content
+    for key in place:
+        inner[key] = inner.get(key) or {}
+        inner = inner[key]
+    inner |= values
+    path.write_text(json.dumps(content), encoding="utf-8")

@@ -89,8 +89,19 @@ def _attempt(answer: Callable[[Any], Answer], question: Any) -> Answer:
         return answer(question)
     except RetexError as error:
         text = str(error)
-        if "\n" in text or "allocate memory" in text:
+        if "\n" in text:
             return {"wrong": f"is refused so: {text[:300]!r}"}
+        if asks_for_memory(error):
+            return {"wrong": f"asks for more memory than there is: {text[:300]!r}"}
         return {"refusal": text}
     except BaseException as error:  # whatever comes here is a problem, and the next question is still to be asked
         return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def asks_for_memory(error: BaseException | None) -> bool:
+    """Tell whether the cause of an error was that there is not enough memory."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -42,6 +42,7 @@ from retex_hf.errors import RetexError
 from retex_hf.folder_files import FolderFiles
 from retex_hf.libraries import containment, hf_transformers
 from retex_hf.libraries.untrusted_config import vet_transformers_config
+from trust.bounded import asks_for_memory
 from trust.tally import Tally
 
 REFUSED, ABSENT, HARMLESS, WRONG = "refused", "as if it were not there", "harmless", "wrong"
@@ -245,23 +246,15 @@ class _Trial:
             hf_transformers.plan(self.folder, self.source, files=files)
             outcome, problem = HARMLESS, None
         except RetexError as error:
-            several = "\n" in str(error)
-            outcome, problem = REFUSED, f"is refused in several lines: {error}" if several else _memory(error)
+            outcome, problem = REFUSED, None
+            if "\n" in str(error) or asks_for_memory(error):
+                problem = f"is refused so: {error}"
         except Exception as error:
             outcome, problem = WRONG, f"raises {type(error).__name__}: {error}"
         finally:
             signal.alarm(0)
         problem = self.watcher.seen() or problem
         return (WRONG if problem else outcome), problem
-
-
-def _memory(error: BaseException) -> str | None:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, MemoryError) or "allocate memory" in str(cause) or "DefaultCPUAllocator" in str(cause):
-            return f"asks for more memory than there is: {cause}"
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 class _Watcher:

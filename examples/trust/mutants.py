@@ -14,13 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +25,9 @@ from open_clip.model import CLIP
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from retex_hf import RetexConfig, RetexError, RetexModel
+from retex_hf import RetexConfig, RetexModel
 from retex_hf.preprocess import load_preprocessor
+from trust.bounded import Answer, Bounded
 from trust.mutations import Mutant, copy_artifact, mutants
 from trust.subjects import TASKS, make_model, make_tokenizer, moved, texts
 from trust.tally import Tally
@@ -96,7 +93,7 @@ def run(
     subjects = [subject for subject in SUBJECTS if getattr(subject, size)]
     if artifact is not None:
         subjects.append(Subject(artifact.name, _copies_of(artifact), 40, 300))
-    with Worker() as worker:
+    with Bounded(outputs, seconds=SECONDS, room=ROOM) as worker:
         for subject in subjects:
             folder, other = work_dir / "artifact", work_dir / "other"
             for place, number in ((folder, 0), (other, 1)):
@@ -122,15 +119,15 @@ def _copies_of(artifact: Path) -> Callable[[Path, int], None]:
     return make
 
 
-def _try_all(tally: Tally, worker: Worker, folder: Path, other: Path, count: int, seed: int, progress: bool) -> None:
-    expected = worker.load(folder)
+def _try_all(tally: Tally, worker: Bounded, folder: Path, other: Path, count: int, seed: int, progress: bool) -> None:
+    expected = worker.ask(folder)
     if expected.get("digest") is None:
         raise RuntimeError(f"The artifact itself does not load: {expected}")
     copy = folder.parent / "mutant"
     for mutant in tqdm(mutants(folder, other, count, seed), desc=tally.name, total=count, disable=not progress):
         copy_artifact(folder, copy)
         mutant.apply(copy)
-        outcome, problem = judge(mutant, worker.load(copy), expected["digest"])
+        outcome, problem = judge(mutant, worker.ask(copy), expected["digest"])
         tally.add(outcome, problem)
     shutil.rmtree(copy, ignore_errors=True)
 
@@ -154,92 +151,9 @@ def judge(mutant: Mutant, answer: dict[str, Any], expected: str) -> tuple[str, s
     return "wrong", f"{mutant}: loads with other outputs"
 
 
-# ---- the process that loads them -------------------------------------------------------------------------------------
-
-
-class Worker:
-    """A warm process that loads artifacts. One that crashes or hangs is noted, and another takes its place."""
-
-    def __enter__(self) -> Worker:
-        self._start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._connection.send(None)
-        self._process.join(SECONDS)
-        self._stop()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._connection.recv()  # it is warm
-
-    def _stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """What came of loading a folder: `digest` and `finite` of its outputs, a `refusal`, or what is `wrong`."""
-        try:
-            self._connection.send(str(folder))
-            if self._connection.poll(SECONDS):
-                return self._connection.recv()
-            failure = f"hangs for over {SECONDS:.0f} seconds"
-        except (EOFError, OSError):
-            self._process.join()
-            failure = f"crashes the process (exit code {self._process.exitcode})"
-        self._stop()
-        self._start()
-        return {"wrong": failure}
-
-
-def _serve(connection: Connection) -> None:
-    import transformers
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM,) * 2)
-    connection.send(None)
-    while (folder := connection.recv()) is not None:
-        before = _peak()
-        answer = _answer(Path(folder))
-        answer["megabytes"] = _peak() - before
-        connection.send(answer)
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def _answer(folder: Path) -> dict[str, Any]:
-    try:
-        digest, finite = outputs(folder)
-    except RetexError as error:
-        if any(isinstance(cause, MemoryError) or "allocate memory" in str(cause) for cause in _causes(error)):
-            return {"wrong": f"asks for too much memory: {error}"}
-        return {"refusal": str(error)}
-    except BaseException as error:  # whatever comes here is a problem, and the next mutant is still to be tried
-        return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
-    return {"digest": digest, "finite": finite}
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 @torch.no_grad()
-def outputs(folder: Path) -> tuple[str, bool]:
-    """A digest of all that a model of an artifact answers to a few inputs, and whether all numbers in it are finite.
+def outputs(folder: Path) -> Answer:
+    """A `digest` of all that a model of an artifact answers to a few inputs, and whether all numbers are `finite`.
 
     Rows are identified, recovered with a task named, labelled, and generated; texts pass through the tokenizer that
     lies in the folder.
@@ -267,4 +181,5 @@ def outputs(folder: Path) -> tuple[str, bool]:
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest(), all(torch.isfinite(tensor).all() for tensor in tensors)
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    return {"digest": digest.hexdigest(), "finite": finite}

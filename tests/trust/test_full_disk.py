@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from huggingface_hub import constants
 from small_disks import SmallDisk, small_disk
 from trust.killed import Place, answers, build, digest, prepare_folders, sign, train
 from trust.subjects import batch, make_tokenizer, texts
-from users import as_nobody, give, reachable_folder
+from users import another_user, as_nobody, give, reachable_folder
 
 from retex_hf import RetexError, RetexModel
 from retex_hf import build as building
@@ -81,7 +82,7 @@ def state(folder: Path) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_on_a_full_disk_nothing_is_lost_and_the_work_goes_on(job, disk, place, monkeypatch):
-    fill_until_done(job, disk, place, monkeypatch, lambda work, place: work(place))
+    fill_until_done(job, disk, place, monkeypatch, lambda do, *arguments: do(*arguments))
 
 
 @pytest.mark.parametrize("job", ["save", "sign", "export", "build", "training"])
@@ -90,26 +91,36 @@ def test_on_a_full_disk_another_user_loses_nothing_either(job, monkeypatch):
         prepare_folders(folder / "shared")
         warm, place = (Place(made, folder / "shared", folder) for made in (folder / "warm", disk.folder))
         shutil.copytree(warm.shared / "previous", warm.target)
-        monkeypatch.chdir(warm.folder)
-        JOBS[job](warm)  # so that everything is imported
-        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(folder / "assets"))
         shutil.copytree(place.shared / "previous", place.target)
-        give(folder)
-        fill_until_done(job, disk, place, monkeypatch, as_nobody)
+        monkeypatch.chdir(warm.folder)
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(folder / "assets"))
+        with ExitStack() as stack:
+            if job == "training":
+                call = stack.enter_context(another_user(do, job, warm, HF_ASSETS_CACHE=str(folder / "assets")))
+            else:
+                do(job, warm)  # so that everything is imported
+                call = as_nobody
+            give(folder)
+            fill_until_done(job, disk, place, monkeypatch, call)
+
+
+def do(job: str, place: Place) -> None:
+    # The disk is full all of a sudden, not already when the build asks how much there is.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "_check_disk", lambda *_: None)
+        JOBS[job](place)
 
 
 def fill_until_done(
     job: str, disk: SmallDisk, place: Place, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]
 ) -> None:
     """Do a job on a full disk, and with a little more room each time, until it is done."""
-    # The disk is full all of a sudden, not already when the build asks how much there is.
-    monkeypatch.setattr(building, "_check_disk", lambda *_: None)
     monkeypatch.chdir(disk.folder)
     before, failures, leave = state(place.target), 0, 0
     while True:
         disk.fill(leave)
         try:
-            call(JOBS[job], place)
+            call(do, job, place)
             break
         except RetexError as error:
             assert "\n" not in str(error)
@@ -129,7 +140,7 @@ def fill_until_done(
     shutil.rmtree(after)
     if after == place.target:
         shutil.copytree(place.shared / "previous", after)
-    JOBS[job](place)
+    do(job, place)
     assert digest(after) == found  # what it gives with all the room there is
 
 

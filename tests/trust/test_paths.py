@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from trust.killed import prepare_folders
 from users import as_nobody, give, reachable_folder
 
-from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig, verify
+from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig, WriteError, verify
 from retex_hf.cli import main
 from retex_hf.evaluation import load_task
 from retex_hf.evaluation.tasks import load_inputs
@@ -167,6 +168,14 @@ def test_folders_that_may_not_be_read_are_one_sentence_too(shared):
                 with pytest.raises(RetexError, match=r"[Pp]ermission denied|Is a directory") as caught:
                     as_nobody(call, path)
                 assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc, where nobody can make a file")
+def test_where_no_file_can_be_made_nobody_waits_for_a_lock(shared):
+    saved, start = model(shared), time.monotonic()
+    with pytest.raises(WriteError, match=r"/proc.* cannot be written"):
+        saved.save_pretrained("/proc/retex")
+    assert time.monotonic() - start < 10
 
 
 def test_a_path_is_given_back_with_the_home_folder_written_out(tmp_path, monkeypatch):

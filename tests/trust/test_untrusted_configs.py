@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import builtins
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ import torch
 import transformers as tf
 from checkpoints import writers
 from families import FAMILIES
-from helpers import assert_same
+from helpers import assert_same, edit_json
 from safetensors.torch import load_file, save_file
 from trust import configurations
 from trust.mutations import reseal
@@ -31,24 +27,12 @@ from trust.subjects import TASKS, bert, make_artifact, make_tokenizer, mixed_bat
 from retex_hf import CheckpointError, RetexConfig, RetexError, RetexModel
 from retex_hf.checkpoints import open_source
 from retex_hf.libraries import hf_transformers, limits
-from retex_hf.libraries.containment import contained
-from retex_hf.libraries.untrusted_config import vet_side_config, vet_transformers_config
+from retex_hf.libraries.untrusted_config import vet_transformers_config
 from retex_hf.preprocess import load_preprocessor
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 INPUTS = mixed_batch(make_tokenizer())
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\n"
-
-
-def edit(path: Path, *place: str, **values: Any) -> None:
-    """Change values of a JSON file, within nested objects."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    inner = content
-    for key in place:
-        inner[key] = inner.get(key) or {}
-        inner = inner[key]
-    inner |= values
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def composite(tokenizer: Any) -> tf.EncoderDecoderModel:
@@ -85,7 +69,7 @@ def name_code(places: dict[str, Path], kind: str, code: str) -> None:
     """Let the decoders' configurations name code."""
     for folder in places.values():
         names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), code)
-        edit(folder / "config.json", "decoder", auto_map=names, model_type=kind, _name_or_path=str(folder))
+        edit_json(folder / "config.json", "decoder", auto_map=names, model_type=kind, _name_or_path=str(folder))
     reseal(places["artifact"])
 
 
@@ -187,66 +171,14 @@ def test_nested_code_of_an_unknown_type_is_refused(places, watched):
     assert watched == []
 
 
-# ---- containment -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("deed", "says"),
-    [
-        (lambda: input("Run the code? "), "ask a question on the terminal"),
-        (lambda: socket.create_connection(("127.0.0.1", 9), timeout=1), "contact another machine"),
-        (lambda: socket.getaddrinfo("localhost", 80), "contact another machine"),
-        (lambda: subprocess.run(["true"]), "start a program"),
-        (lambda: os.system("true"), "start a program"),
-        (lambda: __import__("transformers_modules.evil"), "run code that comes with it"),
-    ],
-)
-@pytest.mark.parametrize("swallowed", [False, True])
-def test_what_a_library_may_not_do(tmp_path, deed, says, swallowed):
-    def library() -> None:
-        try:
-            deed()
-        except Exception:
-            if not swallowed:
-                raise
-
-    refusal = pytest.raises(CheckpointError, match=f"config.json is refused: to load it, a library would {says}")
-    with refusal, contained(tmp_path / "config.json"):
-        library()
-
-
-def test_containment_ends_and_holds_for_one_thread(tmp_path):
-    reached = []
-
-    def other() -> None:
-        try:
-            socket.create_connection(("127.0.0.1", 9), timeout=1)
-        except OSError:
-            reached.append("the network")
-
-    with contained(tmp_path):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    other()
-    assert reached == ["the network"] * 2
-    with contained(tmp_path, network=True):
-        other()
-    assert len(reached) == 3
-
-
 # ---- names of files and repositories ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def artifact(tmp_path) -> Path:
-    return make_artifact(tmp_path / "artifact")
 
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("verify", [True, False])
 @torch.no_grad()
-def test_a_configuration_names_no_other_weights(artifact, tmp_path, link, verify):
+def test_a_configuration_names_no_other_weights(tmp_path, link, verify):
+    artifact = make_artifact(tmp_path / "artifact")
     expected = RetexModel.from_pretrained(artifact)(**INPUTS, task="red")
     other = {name: tensor + 1 for name, tensor in load_file(artifact / "model.safetensors").items()}
     save_file(other, tmp_path / "other.safetensors", metadata={"format": "pt"})
@@ -254,12 +186,12 @@ def test_a_configuration_names_no_other_weights(artifact, tmp_path, link, verify
         (artifact / "other.safetensors").symlink_to(tmp_path / "other.safetensors")
     else:
         save_file(other, artifact / "other.safetensors", metadata={"format": "pt"})
-    edit(artifact / "config.json", transformers_weights="other.safetensors")
+    edit_json(artifact / "config.json", transformers_weights="other.safetensors")
     reseal(artifact)
     assert_same(RetexModel.from_pretrained(artifact, verify=verify)(**INPUTS, task="red"), expected, exact=True)
     base, experts = bert(make_tokenizer())
     writers.folder(base, tmp_path / "base")
-    edit(tmp_path / "base" / "config.json", transformers_weights="other.safetensors")
+    edit_json(tmp_path / "base" / "config.json", transformers_weights="other.safetensors")
     built = RetexModel.from_experts(tmp_path / "base", experts, progress=False, check_base=False)
     assert_same(
         built(**INPUTS, task="red"), RetexModel.from_experts(base, experts, progress=False)(**INPUTS, task="red")
@@ -312,7 +244,7 @@ def test_timm_reads_no_other_file(tmp_path, watched, arguments):
     hf_transformers.plan(folder, source)
     loaded = json.loads(json.dumps(arguments).replace("secret.pth", str(tmp_path / "secret.pth")))
     torch.save({"state_dict": {}}, tmp_path / "secret.pth")
-    edit(folder / "config.json", "model_args", **loaded)
+    edit_json(folder / "config.json", "model_args", **loaded)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         hf_transformers.plan(folder, source)
     assert watched == []
@@ -320,7 +252,9 @@ def test_timm_reads_no_other_file(tmp_path, watched, arguments):
 
 def test_the_weights_of_timm_are_no_file_elsewhere(tmp_path):
     folder = timm_folder(tmp_path)
-    edit(folder / "config.json", "pretrained_cfg", file="/etc/passwd", hf_hub_id="org/repo", url="http://localhost/x")
+    edit_json(
+        folder / "config.json", "pretrained_cfg", file="/etc/passwd", hf_hub_id="org/repo", url="http://localhost/x"
+    )
     model = hf_transformers.plan(folder, open_source(folder, "the base"))
     assert not {"file", "hf_hub_id", "url"} & model.config.pretrained_cfg.keys()
 
@@ -355,12 +289,6 @@ def test_notes_are_left_out_and_words_are_kept():
     assert vetted == kept | {"tags": []}
 
 
-def test_files_that_a_tokenizer_names_are_not_opened(tmp_path):
-    values = {"vocab_file": "/etc/passwd", "tokenizer_file": "x", "auto_map": {"AutoTokenizer": ["a.B", None]}}
-    kept = {"tokenizer_class": "BertTokenizer", "model_max_length": 32, "pad_token": "[PAD]"}
-    assert vet_side_config(values | kept) == kept
-
-
 @pytest.mark.parametrize("name", ["PreTrainedModel", "BertPreTrainedModel", "AutoConfig", "os", "pipeline", "", "no.x"])
 def test_an_architecture_is_a_model_class(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "bert"}))
@@ -373,7 +301,7 @@ def test_an_architecture_is_a_model_class(tmp_path, name):
 def test_constants_of_fnet_are_bounded(tmp_path, value):
     config = tf.FNetConfig(hidden_size=16, num_hidden_layers=1, intermediate_size=16, vocab_size=32)
     tf.FNetModel(config).save_pretrained(tmp_path)
-    edit(tmp_path / "config.json", tpu_short_seq_length=value, use_tpu_fourier_optimizations=True)
+    edit_json(tmp_path / "config.json", tpu_short_seq_length=value, use_tpu_fourier_optimizations=True)
     with pytest.raises(CheckpointError, match="tpu_short_seq_length"):
         hf_transformers.plan(tmp_path, open_source(tmp_path, "the base"))
 
@@ -391,14 +319,14 @@ def test_open_clip_reads_no_other_file(tmp_path, watched, values, says):
     folder = tmp_path / "base"
     writers.open_clip_folder(family.make(), folder, family.model_config, "open_clip_model.safetensors")
     for tower, entries in values.items():
-        edit(folder / "open_clip_config.json", "model_cfg", tower, **entries)
+        edit_json(folder / "open_clip_config.json", "model_cfg", tower, **entries)
     with pytest.raises(CheckpointError, match=f"open_clip_config.json .*{says}"):
         RetexModel.from_experts(folder, {"red": folder}, progress=False)
     assert watched == []
     assert open_clip.list_models()  # OpenCLIP itself is as it was
 
 
-# ---- generation, tokens ----------------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,140 +334,10 @@ def test_open_clip_reads_no_other_file(tmp_path, watched, values, says):
 )
 def test_odd_generation_settings_are_refused(tmp_path, values):
     folder = make_artifact(tmp_path / "t5", "t5")
-    edit(folder / "generation_config.json", **values)
+    edit_json(folder / "generation_config.json", **values)
     reseal(folder)
     with pytest.raises(RetexError, match=r"generation_config\.json"):
         RetexModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("length", ["long", -1, 0, [32], None])
-def test_an_odd_longest_text_is_refused(artifact, length):
-    model = RetexModel.from_pretrained(artifact)
-    edit(artifact / "tokenizer_config.json", model_max_length=length)
-    reseal(artifact)
-    if length is None:  # transformers takes it for no limit
-        load_preprocessor(artifact, model.model)
-    else:
-        with pytest.raises(RetexError, match=r"model_max_length|no tokenizer that loads"):
-            load_preprocessor(artifact, model.model)
-
-
-def test_tokens_beyond_the_embedding_are_refused(artifact):
-    model = RetexModel.from_pretrained(artifact)
-    path = artifact / "tokenizer.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values["model"]["vocab"]["rose"] = 4000
-    path.write_text(json.dumps(values), encoding="utf-8")
-    reseal(artifact)
-    with pytest.raises(RetexError, match="gives the token 4000, but the model knows 21"):
-        load_preprocessor(artifact, model.model)(["rose cherry"])
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        {
-            "type": "Sequence",
-            "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 20}] * 12,
-        },
-        {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 100_000},
-        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 50}] * 4},
-        {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 1000},
-    ],
-)
-def test_a_normaliser_that_bursts_is_refused(artifact, step):
-    model = RetexModel.from_pretrained(artifact)
-    edit(artifact / "tokenizer.json", normalizer=step)
-    reseal(artifact)
-    with pytest.raises(RetexError, match=r"tokenizer\.json (can make a text|has 1003 steps)"):
-        load_preprocessor(artifact, model.model)
-
-
-def test_a_deeply_nested_normaliser_is_refused(artifact):
-    model = RetexModel.from_pretrained(artifact)
-    step: dict[str, Any] = {"type": "Lowercase"}
-    for _ in range(20):
-        step = {"type": "Sequence", "normalizers": [step]}
-    edit(artifact / "tokenizer.json", normalizer=step)
-    reseal(artifact)
-    with pytest.raises(RetexError, match=r"tokenizer\.json nests steps"):
-        load_preprocessor(artifact, model.model)
-
-
-# ---- files that a tokenizer would open -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opened(tmp_path) -> Callable[[], list[Path]]:
-    """A vocabulary outside of every folder, and whether it was opened, by Python or by native code."""
-    outside = tmp_path / "outside"
-    watcher = configurations._Watcher(outside)
-    (outside / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nsecret\n", encoding="utf-8")
-    watcher.seen()
-    return lambda: [outside / "vocab.txt"] if watcher.seen() else []
-
-
-@pytest.mark.parametrize("kind", ["EsmTokenizer", "BertTokenizer", "PreTrainedTokenizerFast", "GPT2Tokenizer"])
-@pytest.mark.parametrize("where", ["special tokens", "vocab", "init_inputs", "sp_model_kwargs"])
-def test_a_tokenizer_opens_no_other_file(artifact, opened, tmp_path, kind, where):
-    model = RetexModel.from_pretrained(artifact)
-    outside = str(tmp_path / "outside" / "vocab.txt")
-    path = artifact / "tokenizer_config.json"
-    values = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": kind}
-    match where:
-        case "special tokens":
-            values.pop("added_tokens_decoder", None)
-            named = {"vocab_file": outside, "tokenizer_file": outside, "merges_file": outside, "pad_token": "[PAD]"}
-            (artifact / "special_tokens_map.json").write_text(json.dumps(named), encoding="utf-8")
-        case "vocab":
-            values |= {"vocab": outside, "merges": outside}
-        case "init_inputs":
-            values |= {"init_inputs": [outside]}
-        case "sp_model_kwargs":
-            values |= {"sp_model_kwargs": {"model_file": outside}}
-    path.write_text(json.dumps(values), encoding="utf-8")
-    if where != "special tokens":
-        (artifact / "tokenizer.json").unlink()
-    names = ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"]
-    reseal(artifact, *(name for name in names if (artifact / name).exists()))
-    try:
-        load_preprocessor(artifact, model.model)
-    except RetexError as error:
-        assert "\n" not in str(error)
-    assert opened() == []
-
-
-def test_a_map_of_characters_that_bursts_is_refused(artifact):
-    model = RetexModel.from_pretrained(artifact)
-    table = [0] * 512
-    table[0], table[353] = 256 << 10, 97 | 1 << 8 | 1 << 10
-    packed = struct.pack("<512I", *table)
-    text = struct.pack("<I", len(packed)) + packed + b"x" * 100_000 + b"\0"
-    edit(
-        artifact / "tokenizer.json",
-        normalizer={"type": "Precompiled", "precompiled_charsmap": base64.b64encode(text).decode()},
-    )
-    reseal(artifact)
-    with pytest.raises(RetexError, match=r"tokenizer\.json can make a text over 1000 times as long"):
-        load_preprocessor(artifact, model.model)
-
-
-def test_a_template_that_bursts_is_refused(artifact):
-    model = RetexModel.from_pretrained(artifact)
-    pieces = [{"Sequence": {"id": "A", "type_id": 0}}, *[{"SpecialToken": {"id": "[X]", "type_id": 0}}] * 2000]
-    special = {"[X]": {"id": "[X]", "ids": [1] * 2000, "tokens": ["x"] * 2000}}
-    template = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
-    edit(artifact / "tokenizer.json", post_processor=template)
-    reseal(artifact)
-    with pytest.raises(RetexError, match=r"tokenizer\.json can add \d+ tokens to a text"):
-        load_preprocessor(artifact, model.model)
-
-
-def test_the_configuration_that_chooses_a_tokenizer_is_the_recorded_one(artifact):
-    model = RetexModel.from_pretrained(artifact)
-    edit(artifact / "config.json", tokenizer_class="PreTrainedTokenizerFast")
-    with pytest.raises(RetexError, match=r"config\.json is not the file that .* records"):
-        load_preprocessor(artifact, model.model)
 
 
 @pytest.mark.parametrize(

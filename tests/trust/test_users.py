@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from trust.killed import Place, answers, build, digest, prepare_folders, sign
-from users import NOBODY, as_nobody, give, reachable_folder
+from trust.killed import Place, answers, build, digest, prepare_folders, sign, train
+from users import NOBODY, another_user, as_nobody, give, reachable_folder
 
 from retex_hf import RetexModel, WriteError
 from retex_hf.errors import ArtifactError, CheckpointError
@@ -205,20 +205,33 @@ def place(folder, shared, monkeypatch) -> Place:
     return made
 
 
-# Not training: torch trains in no fork of a process that has trained. The trial of links does it, as another user too.
 @pytest.mark.parametrize("job", [name for name in JOBS if name != "load"])
 @pytest.mark.parametrize("closed", ["target", "parent"])
 def test_jobs_in_folders_that_may_not_be_written_change_nothing_and_work_afterwards(job, closed, place):
+    refused_then_done(JOBS[job], closed, place, as_nobody)
+
+
+@pytest.mark.parametrize("closed", ["target", "parent"])
+def test_training_in_folders_that_may_not_be_written_changes_nothing_and_works_afterwards(closed, place, shared):
+    warm = Place(shared.parent / "trained", shared, shared.parent)
+    warm.folder.mkdir(exist_ok=True)
+    with another_user(train, warm, HF_ASSETS_CACHE=constants.HF_ASSETS_CACHE) as call:
+        give(place.hub)
+        refused_then_done(train, closed, place, call)
+
+
+def refused_then_done(job: Callable[[Place], None], closed: str, place: Place, call: Callable[..., None]) -> None:
     before, where = digest(place.target), place.target if closed == "target" else place.folder
     where.chmod(0o555)
     with pytest.raises(WriteError, match=r"cannot be written: Permission denied\.") as caught:
-        as_nobody(JOBS[job], place)
+        call(job, place)
     assert "\n" not in str(caught.value)
     assert digest(place.target) == before and os.listdir(place.folder) == ["artifact"]
     where.chmod(0o755)
-    as_nobody(JOBS[job], place)
+    call(job, place)
     assert digest(place.target) != before
-    assert os.listdir(place.folder) == ["artifact"]
+    assert not any((place.folder / "checkpoints").glob("*"))  # the folder that training was told to keep its state in
+    assert set(os.listdir(place.folder)) - {"checkpoints"} == {"artifact"}
     assert answers(RetexModel.from_pretrained(place.target))
 
 
