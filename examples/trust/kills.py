@@ -21,12 +21,12 @@ from .tally import Tally
 # Kills per job, two thirds of them before a change to the file system. None: before every one of its changes.
 SHORT = {
     "build": 4,
-    "build, sign, change": 6,
-    "training": 4,
-    "save": 4,
+    "build, sign, change": 4,
+    "training": 3,
+    "save": 3,
     "add a task, save": 3,
     "delete a task, save": 3,
-    "sign": 4,
+    "sign": 3,
     "push": 3,
 }
 LONG = dict.fromkeys((*SHORT, "card", "export", "download"))

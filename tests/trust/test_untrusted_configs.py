@@ -103,6 +103,7 @@ def watched(monkeypatch) -> list[str]:
 # ---- code ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("nested_code", [("vit", "evil.Evil")], ids=str, indirect=True)
 def test_code_of_a_nested_configuration_is_never_run_by_a_command(nested_code, tmp_path):
     """The command reads its inputs from where a question would be answered."""
     root = Path(__file__).parents[2]
