@@ -25,7 +25,7 @@ from .tally import Tally
 
 NOBODY = 65534
 # Trials per job, two of three at names beside the target; another seed plants others. None: everything, at every name.
-SHORT = {"build": 2, "save": 3, "load": 2}
+SHORT = {"build": 3, "save": 4, "load": 2}
 LONG = dict.fromkeys(
     (
         *SHORT, "resumed build", "build, sign, change", "training", "save in two renames", "add a task, save",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -307,21 +306,9 @@ def test_the_overview_names_every_command(capsys):
     assert main([]) == 2
 
 
-def run(*arguments: str, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "retex_hf.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
-
-
 def test_a_reader_that_leaves_is_no_error(built, tmp_path):
     (tmp_path / "many.txt").write_text("\n".join(TEXTS * 200))
     command = f"{sys.executable} -m retex_hf.cli predict {built} {tmp_path / 'many.txt'} --batch-size 4 | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
-
-
-def test_an_error_leaves_one_sentence_and_no_traceback(tmp_path):
-    done = run("predict", str(tmp_path / "nothing"), "--text", "a")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("retex predict: ") and done.stderr.count("\n") == 1

@@ -50,7 +50,6 @@ def shell(command: str, place: Path, **environment: str) -> subprocess.Completed
 
 FULL = {
     "overview": "--help",
-    "help of a command": "predict --help",
     "version": "--version",
     "answers": "predict artifact --text w1",
 }
@@ -68,7 +67,7 @@ def test_closed_streams_are_no_traceback(place):
     assert done.returncode == 2
     assert done.stderr == "retex inspect: standard output is closed: there is nowhere to put results.\n"
     assert shell(f"{RETEX} inspect artifact >&- 2>&-", place).returncode == 2
-    done = shell(f"{RETEX} inspect nothing 2>&-", place)
+    done = shell(f"{RETEX} dance 2>&-", place)
     assert (done.returncode, done.stdout) == (2, "")  # what is wrong is not said among the results
     done = shell(f"{RETEX} predict artifact <&-", place)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -216,7 +216,7 @@ def squared_error_of_merged(model: RetexModel, experts) -> float:
     )
 
 
-ADAM = TrainingConfig(steps=200, warmup_steps=20, learning_rate=1e-2, batch_size=3, log_every=200)
+ADAM = TrainingConfig(steps=80, warmup_steps=8, learning_rate=3e-2, batch_size=3, log_every=80)
 
 
 @pytest.mark.parametrize(

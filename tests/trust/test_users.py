@@ -211,13 +211,15 @@ def test_jobs_in_folders_that_may_not_be_written_change_nothing_and_work_afterwa
     refused_then_done(JOBS[job], closed, place, as_nobody)
 
 
-@pytest.mark.parametrize("closed", ["target", "parent"])
-def test_training_in_folders_that_may_not_be_written_changes_nothing_and_works_afterwards(closed, place, shared):
+def test_training_in_folders_that_may_not_be_written_changes_nothing_and_works_afterwards(place, shared):
     warm = Place(shared.parent / "trained", shared, shared.parent)
     warm.folder.mkdir(exist_ok=True)
     with another_user(train, warm, HF_ASSETS_CACHE=constants.HF_ASSETS_CACHE) as call:
-        give(place.hub)
-        refused_then_done(train, closed, place, call)
+        for closed in ("target", "parent"):
+            shutil.rmtree(place.folder)
+            shutil.copytree(shared / "previous", place.target)
+            give(place.hub)
+            refused_then_done(train, closed, place, call)
 
 
 def refused_then_done(job: Callable[[Place], None], closed: str, place: Place, call: Callable[..., None]) -> None:

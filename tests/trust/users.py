@@ -74,8 +74,9 @@ def another_user(rehearse: Callable[..., Any], *arguments: Any, **environment: s
     It does the job once as root, so that all that the job imports is in its memory.
     """
     said = f"import sys; sys.path[:] = {sys.path!r}; import users; users.obey()"
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with subprocess.Popen(
-        [sys.executable, "-c", said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
+        [sys.executable, "-c", said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=given
     ) as process:
         assert process.stdin and process.stdout
         requests, answers = process.stdin, process.stdout
