@@ -63,20 +63,19 @@ SHORT = ("EncoderDecoderModel", "TimmWrapperModel")
 SIZES = re.compile(r"(num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth)$")
 # At every place: hostile values of each key, and keys that get a plain word.
 VALUES, WORDS = 3, 2
-# Of the composite classes, which are over two hundred; another seed takes others.
-EIGHTH = 8
+# How many cases of each class, drawn from all of them; another seed draws others.
+CASES = {"short": 300, "long": 60}
 BOMBS = (100_000, 10**9, 2**40)
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
 WATCHED = ("builtins.input", "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system")
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Spoil a few classes (`size="short"`), or an eighth of all composite ones (`"long"`), by the seed."""
+    """Spoil two classes in many ways (`size="short"`), or all composite ones in some (`"long"`)."""
     names, bombs = Tally("hostile values in nested configurations"), Tally("huge numbers in nested configurations")
-    every = composite_classes() if size == "long" else []
-    classes = every[seed % EIGHTH :: EIGHTH] or [getattr(transformers, name) for name in SHORT]
+    classes = composite_classes() if size == "long" else [getattr(transformers, name) for name in SHORT]
     for cls in tqdm(classes, desc="Configurations", unit="class", disable=not progress):
-        for kind, outcome, problem in _in_process(cls, work_dir / cls.__name__, seed):
+        for kind, outcome, problem in _in_process(cls, work_dir / cls.__name__, seed, CASES[size]):
             (names if kind == "name" else bombs).add(outcome, problem)
     return [names, bombs]
 
@@ -99,11 +98,11 @@ def composite_classes() -> list[type[PreTrainedModel]]:
     return sorted({replaced.get(key, cls) for key, cls in found.items() if cls}, key=lambda cls: cls.__name__)
 
 
-def _in_process(cls: type, folder: Path, seed: int) -> Iterator[tuple[str, str, str | None]]:
+def _in_process(cls: type, folder: Path, seed: int, count: int) -> Iterator[tuple[str, str, str | None]]:
     """Try one class in a process of its own, so that a crash, a hang or a bomb is seen."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_try_class, args=(cls, folder, seed, theirs), daemon=True)
+    process = context.Process(target=_try_class, args=(cls, folder, seed, count, theirs), daemon=True)
     process.start()
     theirs.close()
     case = "the class itself"
@@ -125,8 +124,8 @@ def _in_process(cls: type, folder: Path, seed: int) -> Iterator[tuple[str, str, 
         process.kill()
 
 
-def _try_class(cls: type, folder: Path, seed: int, answers: Connection) -> None:
-    """Spoil the configuration of a class in every way, and send what came of each."""
+def _try_class(cls: type, folder: Path, seed: int, count: int, answers: Connection) -> None:
+    """Spoil the configuration of a class in so many ways, and send what came of each."""
     folder.mkdir(parents=True)
     containment._install()
     watcher = _Watcher(folder / "outside")
@@ -138,7 +137,8 @@ def _try_class(cls: type, folder: Path, seed: int, answers: Connection) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
     trial = _Trial(cls, values, _Described("model.safetensors", infos), folder, watcher)
-    for kind, what, spoilt in cases(cls, values, watcher.folder, draw):
+    every = list(cases(cls, values, watcher.folder, draw))
+    for kind, what, spoilt in draw.sample(every, min(count, len(every))):
         answers.send(what)
         outcome, problem = trial.judge(spoilt, plan_always=kind == "number")
         answers.send((kind, outcome, None if problem is None else f"{cls.__name__}: {what}: {problem}"))

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
 
 from retex_hf.evaluation.tables import Table
-from trust import kills, links, matchers, mutants, odd_inputs, tensors, threads, uploads
+from trust import configurations, kills, links, matchers, mutants, odd_inputs, tensors, threads, uploads
 from trust.tally import Tally
 
 TRIALS: dict[str, Callable[..., list[Tally]]] = {
@@ -31,6 +31,7 @@ TRIALS: dict[str, Callable[..., list[Tally]]] = {
     "kills": kills.run,
     "threads": threads.run,
     "odd_inputs": odd_inputs.run,
+    "configurations": configurations.run,
     "links": links.run,
     "matchers": matchers.run,
     "tensors": tensors.run,
