@@ -21,6 +21,7 @@ def test_nothing_that_was_tried_came_out_wrong():
     tried = {trial: sum(sum(tally["outcomes"].values()) for tally in found) for trial, found in tallies.items()}
     assert tried["mutants"] >= 2000
     assert tried["kills"] >= 300
+    assert tried["configurations"] >= 5000
     assert tried["links"] >= 200
 
 
