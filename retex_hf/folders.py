@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from . import begun
 from .errors import ArtifactError, RetexError, WriteError
-from .handles import OpenFolder, kind_of, lstat
+from .handles import OpenFolder, kind_of, lstat, named
 from .paths import as_path
 from .writing import is_write_failure, sync, sync_one, write_errors
 
@@ -115,7 +115,7 @@ def replacing(folder: str | Path, own_files: Sequence[str] = ()) -> Iterator[Pat
         try:
             with parent.inside(name) as staging:
                 staging.make(NEW)
-                yield staging.path / NEW
+                yield staging.held / NEW
                 _replace(staging, parent, folder.name, own_files)
         finally:
             if parent.state(folder.name) is not None or not _holds_retired(parent, name):
@@ -131,13 +131,14 @@ def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequ
 
     Where it cannot, the folder is called `old` for a moment. The previous content is at `new` or `old` then.
     """
-    new, folder = staging.path / NEW, parent.path / name
+    new, folder = staging.held / NEW, parent.path / name
     state = parent.state(name)
     if state is None:
         sync(new)
         staging.rename(NEW, parent, name)
     else:
-        keep_files(folder, new, own_files)
+        with parent.inside(name) as old:
+            keep_files(old.held, new, own_files)
         staging.set_mode(NEW, stat.S_IMODE(state.st_mode))
         sync(new)
         with _same_current_folder(folder):
@@ -236,30 +237,35 @@ def keep_files(old: Path, new: Path, leave: Sequence[str] = ()) -> None:
     followed. What is neither (a pipe, a device) is refused: to open it could take forever.
     """
     try:
-        _keep_files(old, new, tuple(leave))
+        with OpenFolder.open(old) as before, OpenFolder.open(new) as after:
+            _keep_files(before, after, tuple(leave))
     except RecursionError:
         raise ArtifactError(f"{old} holds folders that are nested too deeply to be kept.") from None
 
 
-def _keep_files(old: Path, new: Path, leave: tuple[str, ...] = ()) -> None:
-    for entry in sorted(old.iterdir()):
-        if any(fnmatchcase(entry.name, pattern) for pattern in leave):
+def _keep_files(old: OpenFolder, new: OpenFolder, leave: tuple[str, ...] = ()) -> None:
+    for name in old.names():
+        if any(fnmatchcase(name, pattern) for pattern in leave):
             continue
-        state, there = entry.lstat(), lstat(new / entry.name)
+        state, there = old.state(name), new.state(name)
+        if state is None:  # another process has removed it meanwhile
+            continue
         if stat.S_ISDIR(state.st_mode):
             if there is None:
-                (new / entry.name).mkdir()
+                new.make(name)
             elif not stat.S_ISDIR(there.st_mode):
                 continue
-            _keep_files(entry, new / entry.name)
-            if there is None:
-                shutil.copystat(entry, new / entry.name)
+            with old.inside(name) as before, new.inside(name) as after:
+                _keep_files(before, after)
+                if there is None:
+                    shutil.copystat(before.held, after.held)
         elif there is not None:
             continue
         elif stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode):
-            link(entry, new / entry.name)
+            link(old.held / name, new.held / name)
         else:
-            raise ArtifactError(f"{entry} is {kind_of(state)}, which is no part of a saved folder: remove it.")
+            file = named(old.held / name)
+            raise ArtifactError(f"{file} is {kind_of(state)}, which is no part of a saved folder: remove it.")
 
 
 def link(file: Path, copy: Path) -> None:
@@ -273,7 +279,9 @@ def link(file: Path, copy: Path) -> None:
     except PermissionError as error:
         if error.filename != os.fspath(file):
             raise
-        raise WriteError(f"{file} may not be read, so it cannot be kept: remove it, or let it be read.") from None
+        raise WriteError(
+            f"{named(file)} may not be read, so it cannot be kept: remove it, or let it be read."
+        ) from None
 
 
 def emptied(folder: Path) -> Path:
@@ -309,14 +317,24 @@ def together(accelerator: Accelerator | None, enter: Callable[[], AbstractContex
         found: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                found = [str(stack.enter_context(enter()))]
+                place = stack.enter_context(enter())
+                found = [(os.path.realpath(place), place.stat().st_ino)]
             except RetexError as error:
                 found = [error]
         broadcast_object_list(found)
         if isinstance(found[0], RetexError):
             raise found[0]
-        yield Path(found[0])
+        yield place if accelerator.is_main_process else stack.enter_context(_same_folder(*found[0]))
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _same_folder(path: str, number: int) -> Iterator[Path]:
+    """Enter a folder that another process has entered."""
+    with OpenFolder.open(Path(path)) as folder:
+        if folder.number() != number:
+            raise WriteError(f"{path} is another folder than the one that the main process works in.")
+        yield folder.held
 
 
 @contextmanager
@@ -335,17 +353,19 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
         _held(parent, target.name, BUILDING, taken, 0),
     ):
         name = _interrupted(parent, target) if resume else None
-        if name is not None and not _is_work_of(parent.path / name, identity):
+        if name is not None and not _is_work_of(parent, name, identity):
             name = None
         if name is None:
             begun.forget(target)  # first: what is cleared by halves must not be resumed
         _clear_left(parent, target.name, BUILDING, keep=name)
         if name is None:
             name = _make_staging(parent, target.name, BUILDING)
-            (parent.path / name / IDENTITY_NAME).write_text(json.dumps(identity), encoding="utf-8")
-            begun.note(target, name, parent.state(name).st_ino)
+            with parent.inside(name) as staging:
+                (staging.held / IDENTITY_NAME).write_text(json.dumps(identity), encoding="utf-8")
+                begun.note(target, name, staging.number())
         try:
-            yield parent.path / name
+            with parent.inside(name) as staging:
+                yield staging.held
         except Exception as error:
             # A full disk can be cleared, and the build continued. Wrong input fails again however often it is
             # continued, so nothing of it is left.
@@ -371,15 +391,17 @@ def _interrupted(parent: OpenFolder, target: Path) -> str | None:
     return name if is_there else None
 
 
-def _is_work_of(place: Path, identity: dict[str, Any]) -> bool:
+def _is_work_of(parent: OpenFolder, name: str, identity: dict[str, Any]) -> bool:
     """Whether an interrupted build is of this identity, and holds nothing that a build does not write.
 
     Its journals are written on, so they may have no other name elsewhere.
     """
     try:
-        check_plain(place)
-        known = json.loads((place / IDENTITY_NAME).read_text(encoding="utf-8"))
-        return known == identity and all(file.is_dir() or file.stat().st_nlink == 1 for file in place.iterdir())
+        with parent.inside(name) as staging:
+            place = staging.held
+            check_plain(place)
+            known = json.loads((place / IDENTITY_NAME).read_text(encoding="utf-8"))
+            return known == identity and all(file.is_dir() or file.stat().st_nlink == 1 for file in place.iterdir())
     except (ArtifactError, OSError, ValueError):
         return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ HAS_HANDLES = os.mkdir in os.supports_dir_fd
 OPEN_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # Neither follows a link nor waits for the other end of a pipe.
 READ_FILE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 EXCHANGE = 2  # of Linux's renameat2
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 KINDS = {
@@ -58,7 +60,28 @@ class OpenFolder:
 
     @classmethod
     def _opened(cls, path: Path, at: str | Path, within: int | None) -> OpenFolder:
-        return cls(path, os.open(at, OPEN_FOLDER, dir_fd=within) if HAS_HANDLES else None)
+        # A held path is a link of the system's own, to a folder that somebody has opened as here.
+        flags = OPEN_FOLDER & ~getattr(os, "O_NOFOLLOW", 0) if HELD.fullmatch(str(at)) else OPEN_FOLDER
+        return cls(path, os.open(at, flags, dir_fd=within) if HAS_HANDLES else None)
+
+    @property
+    def held(self) -> Path:
+        """A path to this very folder, for those who know no handles, while it is open.
+
+        Whoever may write where the folder lies could put another one, or a link, under its name meanwhile. Where the
+        system has no such paths, this is that of its name.
+        """
+        if self._handle is None:
+            return self.path
+        held = Path(f"/proc/{os.getpid()}/fd/{self._handle}")
+        try:
+            return held if os.path.samestat(held.stat(), os.fstat(self._handle)) else self.path
+        except OSError:
+            return self.path
+
+    def number(self) -> int:
+        """The inode of the folder, by which another process knows it again."""
+        return (self.path.stat() if self._handle is None else os.fstat(self._handle)).st_ino
 
     def _close(self) -> None:
         if self._handle is not None:
@@ -160,6 +183,16 @@ def is_private(state: os.stat_result) -> bool:
 def kind_of(state: os.stat_result) -> str:
     """Say what an entry is: a link, a folder, a file, a pipe, a socket or a device."""
     return KINDS.get(stat.S_IFMT(state.st_mode), "a device")
+
+
+def is_held(path: Path) -> bool:
+    """Whether a path begins with that of a folder that is held open, see `OpenFolder.held`."""
+    return HELD.match(str(path)) is not None
+
+
+def named(path: Path) -> Path:
+    """Return a path as people know it: without that of a folder that is held open."""
+    return Path(os.path.realpath(path.parent)) / path.name if is_held(path) else path
 
 
 def lstat(path: Path) -> os.stat_result | None:

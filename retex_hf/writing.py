@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import WriteError, first_line
-from .handles import READ_FILE, lstat
+from .handles import READ_FILE, is_held, lstat
 from .paths import as_path
 
 MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -101,9 +101,9 @@ def is_write_failure(error: Exception) -> bool:
 
 
 def _is_near(path: Path, other: Path) -> bool:
-    """Whether another path is this one, in it, above it, or in one of the hidden places beside it."""
+    """Whether another path is this one, in it, above it, or in one of the hidden places beside it (which are held)."""
     other = other.absolute()
-    if other.is_relative_to(path) or path.is_relative_to(other):
+    if is_held(other) or other.is_relative_to(path) or path.is_relative_to(other):
         return True
     beside = other.relative_to(path.parent).parts if other.is_relative_to(path.parent) else ()
     return bool(beside) and beside[0].startswith(f".{path.stem}")

@@ -21,7 +21,7 @@ from users import within
 
 from retex_hf import ArtifactError, RetexModel, WriteError, begun, folders, store, verify
 from retex_hf import build as building
-from retex_hf.folders import heal, interrupted_build, keep_files, replacing, scratch_folder, workshop
+from retex_hf.folders import emptied, heal, interrupted_build, keep_files, replacing, scratch_folder, workshop
 from retex_hf.handles import OpenFolder
 from retex_hf.plots import plot_errors, save_figures
 from retex_hf.recipe import Recipe
@@ -214,10 +214,52 @@ def interrupt(target: Path) -> Path:
     return interrupted_build(target)
 
 
+def swap(folder: Path, precious: Path, inner: bool) -> None:
+    """Put a link in the place of a staging folder that is in use, as whoever may write beside it can."""
+    folder.rename(folder.with_name("moved"))
+    if inner:
+        folder.mkdir()
+        (folder / "new").symlink_to(precious)
+    else:
+        folder.symlink_to(precious)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no paths to folders that are held open")
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_folder_that_is_swapped_while_it_is_written_is_not_followed(inner, target, precious):
+    before = content(precious)
+    with replacing(target) as new:
+        (staging,) = target.parent.glob(".target.*.saving")
+        swap(staging, precious, inner)
+        (new / "file").write_text("new")
+        (new / "old").mkdir()
+    assert content(precious) == before
+    assert content(target) == {"own": "old", "file": "new"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no paths to folders that are held open")
+def test_a_build_that_is_swapped_while_it_goes_on_is_not_followed(target, precious):
+    before = content(precious)
+    with workshop(target, {"of": "one"}, True) as place:
+        swap(target.parent / begun.recall(target)[0], precious, False)
+        emptied(place / "artifact")
+        (place / "artifact" / "file").write_text("new")
+    assert content(precious) == before
+
+
+def test_a_target_that_becomes_a_link_is_not_read(target, precious):
+    with pytest.raises(WriteError, match="target cannot be written"), replacing(target) as new:
+        (new / "file").write_text("new")
+        target.rename(target.with_name("moved"))
+        target.symlink_to(precious)
+    assert not list(target.parent.glob(".target.*"))
+    assert content(target.with_name("moved")) == {"own": "old"}
+
+
 def test_an_interrupted_build_of_ones_own_is_resumed(target):
     left = interrupt(target)
     with workshop(target, {"of": "one"}, True) as place:
-        assert place == left and (place / "work").read_text() == "half"
+        assert place.samefile(left) and (place / "work").read_text() == "half"
     assert os.listdir(target.parent) == ["target"]
     assert begun.recall(target) is None
 
