@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import WriteError, first_line
-from .handles import READ_FILE, is_held, lstat
+from .handles import READ_FILE, is_held, lstat, named
 from .paths import as_path
 
 MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -84,11 +84,11 @@ def write_errors(path: Path) -> Iterator[None]:
         elsewhere = bool(named) and not any(_is_near(path.absolute(), name) for name in named)
         if error.errno is None or elsewhere or isinstance(error, ConnectionError | TimeoutError):
             raise  # not about writing here
-        raise WriteError(f"{path} cannot be written: {os.strerror(error.errno)}.") from error
+        raise WriteError(f"{named(path)} cannot be written: {os.strerror(error.errno)}.") from error
     except (SafetensorError, RuntimeError) as error:
         if not is_write_failure(error):
             raise
-        raise WriteError(f"{path} cannot be written: {_reason(error)}.") from error
+        raise WriteError(f"{named(path)} cannot be written: {_reason(error)}.") from error
 
 
 def is_write_failure(error: Exception) -> bool:

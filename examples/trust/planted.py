@@ -401,7 +401,8 @@ def draw(names: set[str], count: int | None, seed: str) -> list[tuple[str, str]]
     within = [case for case in cases if case[0].startswith("artifact/")]
     beside = [case for case in cases if case not in within]
     chosen = random.Random(seed)
-    return chosen.sample(beside, count - count // 3) + chosen.sample(within, count // 3)
+    parts = ((beside, count - count // 3), (within, count // 3))
+    return [case for cases, most in parts for case in chosen.sample(cases, min(most, len(cases)))]
 
 
 def run(work: Path, hub: Path, plan: dict[str, int | None], users: list[int], seed: int) -> None:
