@@ -80,8 +80,8 @@ def write_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         # Of a copy both files are named, the one that was read first.
-        named = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-        elsewhere = bool(named) and not any(_is_near(path.absolute(), name) for name in named)
+        files = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        elsewhere = bool(files) and not any(_is_near(path.absolute(), file) for file in files)
         if error.errno is None or elsewhere or isinstance(error, ConnectionError | TimeoutError):
             raise  # not about writing here
         raise WriteError(f"{named(path)} cannot be written: {os.strerror(error.errno)}.") from error
