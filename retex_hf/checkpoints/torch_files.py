@@ -100,6 +100,16 @@ class _Other:
     what: str
 
 
+@dataclass(frozen=True)
+class _Number:
+    """A number as a key, hashed as a text is: those of one hash, which anyone can write down, take quadratic time."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def read_torch_file(file: Path) -> dict[Any, Any]:
     """The named tensors of a file, mapped into memory; values of other types are given as they are."""
     try:
@@ -332,6 +342,7 @@ def _update(values: Any, items: list[Any]) -> None:
         # No tuples: to look one up may take forever, where each holds the one before twice.
         if not isinstance(key, (str, int, float, bytes)) and key is not None:
             raise _Refusal("it has keys that are neither texts nor numbers")
+        key = _Number(repr(key)) if isinstance(key, (int, float)) else key
         if key in values:
             raise _Refusal(f"it holds {brief(key)} twice")
         values[key] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import zipfile
 from collections import Counter, OrderedDict
 from io import BytesIO
@@ -268,6 +269,15 @@ def test_pairs_that_are_made_into_dicts_again_and_again(tmp_path):
     long = b"](](" + b"N" * 1_000_000 + b"eq\x00" + b"h\x00" * 100_000 + b"e"  # each pair is a long list
     file.write_bytes(torch_bytes.archive(program(b"ccollections\nOrderedDict\n" + long + b"\x85R"), {}))
     refuse(r"w\.bin cannot be read .*: it is damaged", file)
+
+
+def test_numbers_of_one_hash_as_keys(tmp_path):
+    """Some 1.3 MB that asked for 10^10 comparisons."""
+    file, keys = tmp_path / "w.bin", [torch_bytes.number((n + 1) * (2**61 - 1)) + b"N" for n in range(100_000)]
+    file.write_bytes(torch_bytes.archive(program(b"}(" + b"".join(keys) + b"u"), {}))
+    start = time.perf_counter()
+    assert len(read_torch_file(file)) == 100_000
+    assert time.perf_counter() - start < 30
 
 
 def misplaced(tensors: dict[str, Tensor], data: dict[str, bytes]) -> bytes:
