@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from .errors import RetexError, first_line
+from .errors import RetexError, brief, first_line
 
 # A tokenizer.json of a large vocabulary has 30 MB; a shard index of a thousand layers has less than one.
 MOST_JSON_BYTES = 100_000_000
@@ -183,7 +183,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r} stands twice")
+        raise ValueError(f"the key {brief(key)} stands twice")
     return values
 
 

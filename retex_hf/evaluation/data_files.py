@@ -74,7 +74,7 @@ def _add(rows: JsonRows, block: bytes | None, where: str) -> None:
     try:
         rows.end() if block is None else rows.add(block)
     except ValueError as error:
-        raise EvaluationError(f"{where} is not read as JSON: {first_line(error).rstrip('.')}.") from None
+        raise EvaluationError(f"{where} cannot be read as JSON: {first_line(error).rstrip('.')}.") from None
 
 
 def check_csv(path: Path, where: str) -> None:

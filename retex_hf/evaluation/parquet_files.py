@@ -71,7 +71,7 @@ def _texts(file: pq.ParquetFile) -> list[str]:
 
 
 def _longest(file: pq.ParquetFile) -> int:
-    """How long the longest value of other columns is at most: of a fixed length, or all that its dictionary could be."""
+    """How long a value of other columns is at most: of a fixed length, or all that its dictionary could be."""
     texts, longest = _texts(file), 0
     for column in range(file.metadata.num_columns):
         leaf = file.schema.column(column)

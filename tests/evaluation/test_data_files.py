@@ -234,7 +234,7 @@ def test_an_archive_that_looks_like_text_is_not_unpacked(tmp_path, name, packed)
     if packed:
         path = tmp_path / f"{name}.gz"
         path.write_bytes(gzip.compress((tmp_path / name).read_bytes()))
-    message = "is not read as JSON: Expecting value" if "json" in name else r"is an archive \(tar\): unpack it"
+    message = "cannot be read as JSON: Expecting value" if "json" in name else r"is an archive \(tar\): unpack it"
     with pytest.raises(EvaluationError, match=f"{path.name} {message}"):
         load_inputs("a", path)
 
@@ -284,7 +284,7 @@ def test_json_is_read_value_after_value(tmp_path, value):
 )
 def test_json_is_read_strictly(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(EvaluationError, match=rf"rows\.jsonl is not read as JSON: ({message})") as caught:
+    with pytest.raises(EvaluationError, match=rf"rows\.jsonl cannot be read as JSON: ({message})") as caught:
         load_inputs("a", tmp_path / "rows.jsonl")
     assert "\n" not in str(caught.value)
 
