@@ -155,7 +155,7 @@ def npz(folder: Path, header: bytes | None = None, data: bytes = b"", **arrays: 
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (-4, -1), }\n",
         b"{'descr': '|O', 'fortran_order': False, 'shape': (2,), }\n",
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n",
-        b"{'descr': '<f8', 'fortran_order': False, 'shape': (), }\n",
+        b"{'descr': '<c16', 'fortran_order': False, 'shape': (), }\n",
         b"{'descr': '<f8', 'fortran_order': False, 'shape': (True, 2), }\n",
         b"[" * 9000 + b"\n",
         b"no header\n",
