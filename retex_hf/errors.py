@@ -1,5 +1,14 @@
 """One base error, few children: `except RetexError` catches everything this library raises on purpose."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# What `repr` puts around the items of a container.
+BRACKETS = {
+    list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
+}  # fmt: skip
+
 
 class RetexError(Exception):
     """Base class of all errors of this library. The message is one sentence for the person at the keyboard."""
@@ -43,12 +52,45 @@ def first_line(error: Exception) -> str:
 
 
 def brief(value: object, limit: int = 200) -> str:
-    """A value for an error message, cut off where it is long."""
+    """A value for an error message, cut off where it is long.
+
+    Only what is shown is looked at: `repr` of a tuple that holds another one twice, which does likewise, never ends.
+
+    >>> from retex_hf.errors import brief
+    >>> brief({"a": [1, (2.5,)]}), brief("abc" * 9, 5), brief([[[[]]]], 3)
+    ("{'a': [1, (2.5,)]}", "'abca...", '[[[...')
+    """
+    text = ""
+    for part in _parts(value, limit):
+        text += part
+        if len(text) > limit:
+            return f"{text[:limit]}..."
+    return text
+
+
+def _parts(value: object, limit: int) -> Iterator[str]:
+    """What `repr` writes, piece by piece. Every level begins with a piece, so no more levels are entered than shown."""
+    if type(value) in (str, bytes):
+        yield repr(value[: limit + 1])
+    elif type(value) in BRACKETS and value:
+        first, last = BRACKETS[type(value)]
+        yield first
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _parts(item, limit)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _parts(value[item], limit)
+        yield "," + last if isinstance(value, tuple) and len(value) == 1 else last
+    else:
+        yield _whole(value)
+
+
+def _whole(value: object) -> str:
     try:
-        text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        text = f"a {type(value).__name__} of great length"
-    return text if len(text) <= limit else f"{text[:limit]}..."
+        return repr(value)
+    except (ValueError, RecursionError):  # Python does not print integers of thousands of digits, nor what is deep
+        return f"a {type(value).__name__} of great length"
 
 
 def shorten(names, limit: int = 3) -> str:

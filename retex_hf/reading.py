@@ -13,13 +13,13 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .errors import RetexError, first_line
+from .errors import RetexError, brief, first_line
 
 # A tokenizer.json of a large vocabulary has 30 MB; a shard index of a thousand layers has less than one.
 MOST_JSON_BYTES = 100_000_000
@@ -79,16 +79,27 @@ def parse_json(
     ...
     retex_hf.errors.ConfigError: config.json is not valid JSON: the key 'rank' stands twice.
     """
-    hooks = {} if infinite else {"parse_constant": _refuse_constant, "parse_float": _finite}
     try:
         _check_levels(text)
-        value = json.loads(text, object_pairs_hook=_unique, **hooks)
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise error(f"{name} is not valid JSON: it holds half a character (a lone surrogate).") from None
+        value = json_decoder(infinite=infinite).decode(text)
+        check_encodable(value)
     except ValueError as problem:
         raise error(f"{name} is not valid JSON: {first_line(problem).rstrip('.')}.") from None
     return _checked(value, kind, name, error, "a JSON object")
+
+
+def json_decoder(*, infinite: bool = False, parse_int: Callable[[str], int] | None = None) -> json.JSONDecoder:
+    """A decoder of JSON that takes no key twice and, unless `infinite`, no number that is none."""
+    numbers = {} if infinite else {"parse_constant": _refuse_constant, "parse_float": _finite}
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_int=parse_int, **numbers)
+
+
+def check_encodable(value: Any) -> None:
+    """Refuse, with a `ValueError`, a value of JSON that cannot be written as text."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a character (a lone surrogate)") from None
 
 
 def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | None = dict) -> Any:
@@ -172,7 +183,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r} stands twice")
+        raise ValueError(f"the key {brief(key)} stands twice")
     return values
 
 

@@ -14,7 +14,7 @@ import pickletools
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -100,6 +100,16 @@ class _Other:
     what: str
 
 
+@dataclass(frozen=True)
+class _Number:
+    """A number as a key, hashed as a text is: those of one hash, which anyone can write down, take quadratic time."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def read_torch_file(file: Path) -> dict[Any, Any]:
     """The named tensors of a file, mapped into memory; values of other types are given as they are."""
     try:
@@ -145,6 +155,7 @@ def _read_zip(stream: BinaryIO) -> tuple[Any, Places]:
         for name, entry in entries.items()
         if name.startswith(f"{roots[0]}/")
     }
+    _check_apart(places)
     order = _part(stream, *places["byteorder"]) if "byteorder" in places else sys.byteorder.encode()
     if order != sys.byteorder.encode():
         raise _Refusal("its numbers are in another byte order than this machine's")
@@ -176,6 +187,15 @@ def _place(stream: BinaryIO, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
     if start + entry.file_size > size:
         raise _Refusal(DAMAGED)
     return start, entry.file_size
+
+
+def _check_apart(places: Places) -> None:
+    """Refuse parts that share bytes: so the parts of a file, each copied once, are no more than the file."""
+    end = 0
+    for start, length in sorted(places.values()):
+        if start < end:
+            raise _Refusal("two of its parts overlap")
+        end = start + length
 
 
 def _part(stream: BinaryIO, start: int, length: int) -> bytes:
@@ -235,15 +255,22 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
 
+    steps = 0
+
+    def take(count: int) -> None:
+        nonlocal steps
+        steps += count
+        if steps > MOST_INSTRUCTIONS:
+            raise _Refusal(f"it takes over {MOST_INSTRUCTIONS} instructions to say which tensors it holds")
+
     def since_mark() -> list[Any]:
         start = marks.pop()
         items = stack[start:]
         del stack[start:]
         return items
 
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-        if count > MOST_INSTRUCTIONS:
-            raise _Refusal(f"it takes over {MOST_INSTRUCTIONS} instructions to say which tensors it holds")
+    for opcode, argument, _ in pickletools.genops(stream):
+        take(1)
         name = opcode.name
         if name in LITERALS:
             stack.append(argument)
@@ -272,7 +299,7 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
             _update(stack[-1], items)
         elif name in ("REDUCE", "NEWOBJ"):
             arguments = stack.pop()
-            stack.append(_call(stack.pop(), arguments))
+            stack.append(_call(stack.pop(), arguments, take))
         elif name == "BUILD":
             stack.pop()  # attributes: of a state dict its version, of a tensor nothing that is read
             if not isinstance(stack[-1], (dict, _Other, _View)):
@@ -315,35 +342,46 @@ def _update(values: Any, items: list[Any]) -> None:
         # No tuples: to look one up may take forever, where each holds the one before twice.
         if not isinstance(key, (str, int, float, bytes)) and key is not None:
             raise _Refusal("it has keys that are neither texts nor numbers")
+        key = _Number(repr(key)) if isinstance(key, (int, float)) else key
         if key in values:
             raise _Refusal(f"it holds {brief(key)} twice")
         values[key] = value
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    """The value that a call would give, noted."""
+def _call(function: Any, arguments: Any, take: Callable[[int], None]) -> Any:
+    """The value that a call would give, noted; `take` counts the steps of calls that take many."""
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
         raise _Refusal(DAMAGED)
     name = function.name
     if name == ORDERED_DICT:
-        values: dict[Any, Any] = {}
-        for pair in arguments[0] if arguments and isinstance(arguments[0], list) else ():
-            _update(values, list(pair) if isinstance(pair, (list, tuple)) else [pair])
-        return values
+        return _ordered(arguments[0] if arguments and isinstance(arguments[0], list) else [], take)
     if name in TENSORS:
         storage, offset, size, stride, *rest = arguments if len(arguments) > 3 else (None,) * 4
         lazy = bool(rest[2:])  # a conjugate, or a negative, that is worked out when it is read
-        if isinstance(storage, _Storage) and isinstance(size, tuple) and isinstance(stride, tuple) and not lazy:
-            return _View(storage, offset, size, stride)
-        return _Other(name)
+        if not isinstance(storage, _Storage) or lazy:
+            return _Other(name)
+        if not isinstance(offset, int) or not _is_numbers(size) or not _is_numbers(stride):
+            raise _Refusal(DAMAGED)
+        return _View(storage, offset, size, stride)
     if name in PARAMETERS or name == "torch.nn.parameter.Parameter":
         return arguments[0]
     if name == FROM_TYPE and len(arguments) == 4 and isinstance(arguments[1], _Global):
         inner, kind, values, _ = arguments
-        return _call(inner, values) if kind.name in PLAIN_CLASSES and inner != function else _Other(kind.name)
+        return _call(inner, values, take) if kind.name in PLAIN_CLASSES and inner != function else _Other(kind.name)
     # Of dtypes without a storage of their own, the last but one says which it is.
     dtype = next((argument for argument in arguments[6:7] if isinstance(argument, _Global)), None)
     return _Other(name if dtype is None else dtype.name)
+
+
+def _ordered(pairs: list[Any], take: Callable[[int], None]) -> dict[Any, Any]:
+    """A dict of pairs. One list may be given to any number of calls, so the pairs of each call count."""
+    take(len(pairs))
+    values: dict[Any, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise _Refusal(DAMAGED)
+        _update(values, list(pair))
+    return values
 
 
 def _storage(key: Any) -> _Storage:
@@ -358,6 +396,11 @@ def _storage(key: Any) -> _Storage:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_NUMBER
+
+
+def _is_numbers(values: Any) -> bool:
+    """Whether it is a tuple of integers, and of nothing that holds others."""
+    return isinstance(values, tuple) and all(isinstance(value, int) for value in values)
 
 
 # ---- from what was noted to tensors ----------------------------------------------------------------------------------
@@ -378,13 +421,17 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
         whole = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
     except RuntimeError as error:  # changed in the meantime, or beyond what the process may map
         raise CheckpointError(f"{file} cannot be mapped into memory: {first_line(error)}.") from None
-    storages: dict[_Storage, torch.UntypedStorage] = {}
+    # One of each key, whatever the tensors say of its dtype and length: what is copied is in the file, once.
+    widest: dict[str, int] = {}
     for storage in {view.storage for view in views}:
-        start, length = places[storage.key]
+        widest[storage.key] = max(widest.get(storage.key, 1), storage.dtype.itemsize)
+    storages: dict[str, torch.UntypedStorage] = {}
+    for key, itemsize in widest.items():
+        start, length = places[key]
         part = whole[start : start + length]
-        storages[storage] = part.clone() if start % storage.dtype.itemsize else part
+        storages[key] = part.clone() if start % itemsize else part
     return {
-        name: _tensor(value, storages[value.storage]) if isinstance(value, _View) else value
+        name: _tensor(value, storages[value.storage.key]) if isinstance(value, _View) else value
         for name, value in values.items()
     }
 

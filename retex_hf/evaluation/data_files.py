@@ -13,21 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from datasets import Dataset
+from datasets.utils.extract import Extractor
 from PIL import Image
 
-from ..errors import EvaluationError, first_line
+from ..errors import EvaluationError, brief, first_line
 from ..images import read_image
-from ..reading import MOST_LEVELS
+from .data_limits import MOST_COLUMNS, MOST_TIMES, check_cells, check_columns, most_unpacked
+from .json_rows import JsonRows
 
-# How much larger a file may be unpacked: texts and tables become ten to fifty times as large, bombs a thousand times.
-MOST_TIMES, ALWAYS_BYTES = 200, 100_000_000
-MOST_ROWS = 100_000_000
 BLOCK = 1 << 20
-BRACKETS = b"[]{}"
-OTHERS = bytes(set(range(256)) - set(BRACKETS))
-ESCAPE = re.compile(rb"\\[^\n]")
+# As pandas reads a field: quotes count at its beginning, and what comes after the last one belongs to it too.
+FIELD = re.compile(rb'(?:"[^"]*(?:""[^"]*)*"?)?[^,\r\n]*')
 
 
 class Images(Sequence[Image.Image]):
@@ -59,86 +56,98 @@ class Images(Sequence[Image.Image]):
         return read_image(cell["path"], f"{where}, {cell['path']},")
 
 
-def check_text(path: Path, where: str, *, nested: bool) -> None:
-    """Refuse a file that is not text in UTF-8, unpacks to far more than it is, or (`nested`) is JSON nested too deeply.
+def check_json(path: Path, where: str) -> None:
+    """Refuse a file that is not JSON, read strictly, unpacks to far more than it is, or is too deep or too wide.
 
-    Native readers of JSON follow every bracket with a call, until the stack ends, and with it the process. `datasets`
-    also unpacks archives under any name; those are no text.
+    Native readers of JSON follow every bracket with a call, until the stack ends, and with it the process.
     """
-    decoder, nesting = codecs.getincrementaldecoder("utf-8")(), Nesting()
+    rows, size = JsonRows(), 0
+    for block in _blocks(path, where):
+        size += len(block)
+        _add(rows, block, where)
+    _add(rows, None, where)
+    check_cells(where, rows.count, rows.columns, size)
+    check_no_archive(path, where)
+
+
+def _add(rows: JsonRows, block: bytes | None, where: str) -> None:
     try:
-        for block in _blocks(path, where):
-            decoder.decode(block)
-            if b"\0" in block:
-                raise EvaluationError(f"{where} is not text in UTF-8.")
-            if nested and nesting.add(block) > MOST_LEVELS:
-                raise EvaluationError(f"{where} is nested too deeply: at most {MOST_LEVELS} levels are read.")
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise EvaluationError(f"{where} is not text in UTF-8.") from None
+        rows.end() if block is None else rows.add(block)
+    except ValueError as error:
+        raise EvaluationError(f"{where} cannot be read as JSON: {first_line(error).rstrip('.')}.") from None
+
+
+def check_csv(path: Path, where: str) -> None:
+    """Refuse a file that is not text in UTF-8, unpacks to far more than it is, or is too wide."""
+    head, size, tried, columns, lines = [], 0, 0, None, 1
+    for block in _blocks(path, where):
+        size += len(block)
+        lines += block.count(b"\n") + block.count(b"\r")
+        if columns is None:
+            head.append(block)
+            if size >= 2 * tried:  # not after every block, for time that grows with the length alone
+                columns, tried = csv_columns(b"".join(head), ended=False), size
+    if columns is None:
+        columns = csv_columns(b"".join(head), ended=True)
+    check_columns(where, columns)
+    check_cells(where, lines, columns, size)
+    check_no_archive(path, where)
+
+
+def csv_columns(text: bytes, *, ended: bool) -> int | None:
+    """How many columns a table has: as many as the first or the second row, of which pandas makes an index if need be.
+
+    None where these rows go on after `text`, which is not the whole (`ended`); stops where there are too many.
+
+    >>> from retex_hf.evaluation.data_files import csv_columns
+    >>> csv_columns(b'a,"b,\\n""c"\\n1,2,3\\n', ended=True), csv_columns(b'a,b\\n"1,2', ended=False)
+    (3, None)
+    """
+    widest, rows, place, start, fields = 0, 0, 0, 0, 1
+    while rows < 2:
+        place = FIELD.match(text, place).end()
+        widest = max(widest, fields)
+        if widest > MOST_COLUMNS:
+            return widest
+        if place == len(text):
+            return widest if ended else None
+        if text[place] == ord(","):
+            fields += 1
+        else:
+            rows += bool(text[start:place].strip())  # pandas skips rows that are blank
+            start, fields = place + 1, 1
+        place += 1
+    return widest
+
+
+def check_no_archive(path: Path, where: str) -> None:
+    """Refuse a file that `datasets` would unpack, whatever its name is; `.gz` says that one is packed, and no archive.
+
+    Comes after a look at what the file holds: to find out, `datasets` may itself unpack some of it.
+    """
+    kind = Extractor.infer_extractor_format(path)
+    if kind is not None and (kind, path.suffix) != ("gzip", ".gz"):
+        raise EvaluationError(f"{where} is an archive ({kind}): unpack it, and give the file that is in it.")
 
 
 def _blocks(path: Path, where: str) -> Iterator[bytes]:
-    """Read a file, unpacked, until it is far larger than it was packed."""
-    got, most = 0, _most_unpacked(path.stat().st_size)
+    """The text of a file, unpacked, until it is far larger than packed; in whole lines, unless these are long."""
+    got, most, decoder = 0, most_unpacked(path.stat().st_size), codecs.getincrementaldecoder("utf-8")()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while block := file.read(BLOCK):
+            while block := file.read(BLOCK) + file.readline(BLOCK):
                 got += len(block)
                 if got > most and path.suffix == ".gz":
                     raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
+                decoder.decode(block)
+                if b"\0" in block:
+                    raise EvaluationError(f"{where} is not text in UTF-8.")
                 yield block
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise EvaluationError(f"{where} is not text in UTF-8.") from None
     except (OSError, EOFError, zlib.error) as error:
         raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
-
-
-class Nesting:
-    """How deeply the brackets of JSON are nested, block by block, in time that grows with the length alone.
-
-    >>> from retex_hf.evaluation.data_files import Nesting
-    >>> nesting = Nesting()
-    >>> nesting.add(b'{"a": [1, "[[[[", ['), nesting.add(b']]}'), nesting.depth
-    (3, 3, 0)
-    """
-
-    def __init__(self) -> None:
-        self.depth, self._within, self._left = 0, False, b""
-
-    def add(self, block: bytes) -> int:
-        """Return the depth that was reached in this block, or was there before it."""
-        block = self._left + block
-        cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2  # half of an escape waits for the rest
-        self._left, block = block[cut:], block[:cut]
-        deepest = self.depth
-        for number, line in enumerate(ESCAPE.sub(b"", block).split(b"\n")):
-            # No text of JSON goes on in the next line, whatever a broken line before it says.
-            self._within = self._within and number == 0
-            parts = line.split(b'"')
-            brackets = b"".join(parts[self._within :: 2]).translate(None, OTHERS)
-            self._within ^= len(parts) % 2 == 0
-            opened = brackets.count(b"[") + brackets.count(b"{")
-            if self.depth + opened > MOST_LEVELS:
-                deepest = max(deepest, self._deepest(brackets))
-            self.depth = max(0, self.depth + 2 * opened - len(brackets))
-            deepest = max(deepest, self.depth)
-        return deepest
-
-    def _deepest(self, brackets: bytes) -> int:
-        steps = np.where(np.isin(np.frombuffer(brackets, np.uint8), list(b"[{")), 1, -1)
-        return self.depth + int(np.cumsum(steps).max(initial=0))
-
-
-def check_parquet(path: Path, where: str) -> None:
-    """Refuse a parquet file that is none, or whose tables are far larger than it."""
-    try:
-        found = pq.read_metadata(path)
-        groups = [found.row_group(number) for number in range(found.num_row_groups)]
-    except Exception as error:  # whatever Arrow raises on a broken file
-        raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
-    if found.num_rows > MOST_ROWS:
-        raise EvaluationError(f"{where} has {found.num_rows} rows; at most {MOST_ROWS} are read.")
-    if sum(group.total_byte_size for group in groups) > _most_unpacked(path.stat().st_size):
-        raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
 
 
 def read_arrays(path: Path, wanted: Sequence[str], where: str) -> list[np.ndarray]:
@@ -149,7 +158,7 @@ def read_arrays(path: Path, wanted: Sequence[str], where: str) -> list[np.ndarra
             missing = [key for key in wanted if key not in members]
             if missing:
                 raise EvaluationError(f"{where} has no array {missing[0]!r}, only {sorted(members)}.")
-            if sum(members[key].file_size for key in wanted) > _most_unpacked(path.stat().st_size):
+            if sum(members[key].file_size for key in wanted) > most_unpacked(path.stat().st_size):
                 raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
             return [_read_array(archive, members[key]) for key in wanted]
     except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError, OverflowError) as error:
@@ -168,12 +177,10 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
             shape, _, dtype = readers[version](file)
         except Exception:  # whatever Python's parser raises, with which numpy reads it
             raise ValueError(f"{member.filename} has no header that can be read") from None
+        if not shape or not all(type(axis) is int for axis in shape):
+            raise ValueError(f"{member.filename} has the shape {brief(shape)}, which has no rows")
         size = dtype.itemsize * math.prod(shape)
-        if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0 or file.tell() + size != member.file_size:
+        if dtype.hasobject or not dtype.itemsize or min(shape) < 0 or file.tell() + size != member.file_size:
             raise ValueError(f"{member.filename} does not hold the array that its header says")
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _most_unpacked(size: int) -> int:
-    return max(ALWAYS_BYTES, MOST_TIMES * size)

@@ -14,10 +14,12 @@ from ..errors import EvaluationError, first_line
 from ..paths import as_path
 from ..reading import read_json
 from ..readout import Answer
-from .data_files import Images, check_parquet, check_text, read_arrays
+from .data_files import Images, check_csv, check_json, read_arrays
 from .method import TaskData
+from .parquet_files import check_parquet
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+CHECKS = {"json": check_json, "csv": check_csv, "parquet": check_parquet}
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 LABELS_FILE = "labels.json"
 INPUT_COLUMNS = ("text", "sentence", "image", "img")
@@ -199,10 +201,7 @@ def _load_file(name: str, file: Path) -> Dataset:
         raise EvaluationError(f"Task {name!r}: {file} is none of {', '.join([*LOADERS, '.npz'])}.")
     if not file.stat().st_size:
         raise EvaluationError(f"Task {name!r}: {file} is empty.")
-    if loader == "parquet":
-        check_parquet(file, f"Task {name!r}: {file}")
-    else:
-        check_text(file, f"Task {name!r}: {file}", nested=loader == "json")
+    CHECKS[loader](file, f"Task {name!r}: {file}")
     try:
         return load_dataset(loader, data_files=str(file), split="train")
     except Exception as error:  # whatever the reader of this format raises, a broken file is one sentence

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+import time
 import zipfile
 from collections import Counter, OrderedDict
+from io import BytesIO
 from pathlib import Path
 
 import psutil
@@ -207,6 +209,16 @@ DOUBLED = (
         torch_bytes.text(f"k{n}") + b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60)
     )
 )
+# As a shape: `repr` of the first takes 2^60 steps, of the second more levels than there are.
+SHARED = b")" + b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
+DEEP = b")" + b"\x85" * 100_000
+
+
+def shaped(size: bytes) -> bytes:
+    """A tensor of which some instructions write the shape."""
+    return torch_bytes.tensor(Tensor(size=())).replace(b"(t", size, 1)
+
+
 HUGE = b"c__builtin__\nbytearray\n" + torch_bytes.number(10**12) + b"\x85R"
 SYSTEM = b"cposix\nsystem\n" + torch_bytes.text("true") + b"\x85R"
 
@@ -227,6 +239,10 @@ SYSTEM = b"cposix\nsystem\n" + torch_bytes.text("true") + b"\x85R"
         (torch_bytes.program({"w": Tensor(size=(1,) * 65, stride=(1,) * 65)}), "tensor 'w' has a shape that is none"),
         (torch_bytes.program({"w": Tensor(size=(-1,), stride=(1,))}), "tensor 'w' has a shape that is none"),
         (torch_bytes.program({"w": Tensor(size=(0, 2**40, 2**40), stride=(1, 1, 1))}), "tensor 'w' has a shape that"),
+        (torch_bytes.program({"w": shaped(SHARED)}), "it is damaged, or another kind of file"),
+        (torch_bytes.program({"w": shaped(DEEP)}), "it is damaged, or another kind of file"),
+        (torch_bytes.program({"w": shaped(b"(" + torch_bytes.text("2") + b"t")}), "it is damaged, or another kind"),
+        (program(b"ccollections\nOrderedDict\n](K\x01K\x02K\x03\x87e\x85R"), "it is damaged, or another kind"),
         (torch_bytes.program({"w": Tensor(key="7")}), "tensor 'w' has shape .* but the file holds 0 for it"),
     ],
 )  # fmt: skip
@@ -242,6 +258,59 @@ def test_a_long_program_is_not_followed(tmp_path):
     refuse(r"it takes 17000003 bytes to say which tensors it holds; at most 16000000 are read", file)
     file.write_bytes(torch_bytes.archive(program(b"N" * 2_000_001), {}))
     refuse(r"it takes over 2000000 instructions to say which tensors it holds", file)
+
+
+def test_pairs_that_are_made_into_dicts_again_and_again(tmp_path):
+    """Some 3 MB that asked for 10^11 steps."""
+    file, pair = tmp_path / "w.bin", b"](" + b"".join(torch_bytes.number(n) + b"N\x86" for n in range(300_000)) + b"e"
+    again = b"ccollections\nOrderedDict\nq\x01" + pair + b"\x85q\x02R" + b"h\x01h\x02Rb" * 100_000
+    file.write_bytes(torch_bytes.archive(program(again), {}))
+    refuse(r"w\.bin cannot be read .*: it takes over 2000000 instructions", file)
+    long = b"](](" + b"N" * 1_000_000 + b"eq\x00" + b"h\x00" * 100_000 + b"e"  # each pair is a long list
+    file.write_bytes(torch_bytes.archive(program(b"ccollections\nOrderedDict\n" + long + b"\x85R"), {}))
+    refuse(r"w\.bin cannot be read .*: it is damaged", file)
+
+
+def test_numbers_of_one_hash_as_keys(tmp_path):
+    """Some 1.3 MB that asked for 10^10 comparisons."""
+    file, keys = tmp_path / "w.bin", [torch_bytes.number((n + 1) * (2**61 - 1)) + b"N" for n in range(100_000)]
+    file.write_bytes(torch_bytes.archive(program(b"}(" + b"".join(keys) + b"u"), {}))
+    start = time.perf_counter()
+    assert len(read_torch_file(file)) == 100_000
+    assert time.perf_counter() - start < 30
+
+
+def misplaced(tensors: dict[str, Tensor], data: dict[str, bytes]) -> bytes:
+    """An archive whose first storage begins at an odd place."""
+    for blanks in range(2):
+        content = torch_bytes.archive(torch_bytes.program(tensors) + b" " * blanks, data)
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            entry = archive.getinfo("archive/data/0")
+            if (entry.header_offset + 30 + len(entry.filename)) % 2:
+                return content
+    raise AssertionError
+
+
+def test_a_misplaced_storage_is_copied_once(tmp_path):
+    file, numbers = tmp_path / "w.bin", struct.pack("<1000000f", *range(1_000_000))
+    tensors = {f"w{count}": Tensor(numel=count, size=(1,), stride=(1,)) for count in range(1, 301)}
+    tensors["last"] = Tensor(numel=10**6, offset=999_999, size=(1,), stride=(1,))
+    tensors["byte"] = Tensor(kind="ByteStorage", numel=4 * 10**6, offset=7, size=(1,), stride=(1,))
+    file.write_bytes(misplaced(tensors, {"0": numbers}))
+    before = psutil.Process().memory_info().rss
+    found = read_torch_file(file)
+    assert psutil.Process().memory_info().rss - before < 50e6
+    assert (found["w300"].item(), found["last"].item(), found["byte"].item()) == (0.0, 999_999.0, numbers[7])
+
+
+def test_parts_that_share_bytes(tmp_path):
+    file = tmp_path / "w.bin"
+    content = torch_bytes.archive(torch_bytes.program({"w": Tensor()}), {"0": bytes(16), "1": bytes(16)})
+    with zipfile.ZipFile(BytesIO(content)) as archive:
+        first, second = (struct.pack("<L", archive.getinfo(f"archive/data/{key}").header_offset) for key in "01")
+    directory = content.index(b"PK\1\2")
+    file.write_bytes(content[:directory] + content[directory:].replace(second, first, 1))
+    refuse(r"w\.bin cannot be read .*: two of its parts overlap", file)
 
 
 def test_shards_that_hold_a_tensor_twice(tmp_path):
