@@ -11,7 +11,7 @@ from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from shutil import copyfileobj
-from threading import Lock, Timer
+from threading import Event, Lock, Timer
 from typing import BinaryIO
 
 from PIL import Image
@@ -34,22 +34,30 @@ class Unreadable(InputError):
     """A file is no image, or a damaged one."""
 
 
-def read_image(source: str | Path | bytes, name: str, *, most_pixels: int = MOST_PIXELS) -> Image.Image:
+class TooSlow(Unreadable):
+    """An image takes longer to decode than it may."""
+
+
+def read_image(
+    source: str | Path | bytes, name: str, *, most_pixels: int = MOST_PIXELS, seconds: float | None = None
+) -> Image.Image:
     """Return an image, upright, as grey values (`L`) or `RGB`.
 
     Args:
         source: A file, or what one holds.
         name: What the image is called in a refusal.
         most_pixels: Refuse an image of more pixels, by its header, before anything is decoded.
+        seconds: Refuse an image that takes longer; default: `SECONDS`.
     """
+    seconds = SECONDS if seconds is None else seconds
     if isinstance(source, bytes):
-        return _read(BytesIO(source), len(source), name, most_pixels)
+        return _read(BytesIO(source), len(source), name, most_pixels, seconds)
     try:
         state = os.stat(source)
         if not stat.S_ISREG(state.st_mode):  # a pipe would never end
             raise InputError(f"{name} is not a file.")
         with open(source, "rb") as file:
-            return _read(file, state.st_size, name, most_pixels)
+            return _read(file, state.st_size, name, most_pixels, seconds)
     except FileNotFoundError:
         raise InputError(f"{name} does not exist.") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -59,10 +67,15 @@ def read_image(source: str | Path | bytes, name: str, *, most_pixels: int = MOST
         raise InputError(f"{name} is not an image that can be read: {reason}.") from None
 
 
-def _read(file: BinaryIO, size: int, name: str, most_pixels: int) -> Image.Image:
+def _read(file: BinaryIO, size: int, name: str, most_pixels: int, seconds: float) -> Image.Image:
     if size > MOST_BYTES:
         raise InputError(f"{name} has {size} bytes; images of at most {MOST_BYTES} are read.")
-    answered = _DECODER.ask(file, size, most_pixels)
+    try:
+        answered = _DECODER.ask(file, size, most_pixels, seconds)
+    except TimeoutError:
+        raise TooSlow(
+            f"{name} takes longer to decode than {seconds:.0f} seconds, which is what an image may."
+        ) from None
     if answered is None:
         raise Unreadable(f"{name} is not an image that can be read: it is none of {', '.join(FORMATS)}, or damaged.")
     if isinstance(answered, tuple):
@@ -92,11 +105,19 @@ class _Decoder:
                     pipe.close()
         self._process = None
 
-    def ask(self, file: BinaryIO, size: int, most_pixels: int) -> Image.Image | tuple[int, int] | None:
-        """Return an image; or its size, where that is too large; or None where it cannot be read."""
+    def ask(self, file: BinaryIO, size: int, most_pixels: int, seconds: float) -> Image.Image | tuple[int, int] | None:
+        """Return an image; or its size, where that is too large; or None where it cannot be read.
+
+        A process that takes longer than `seconds` is ended: a TimeoutError.
+        """
         with self._lock:
-            process = self._running()
-            watch = Timer(SECONDS, process.kill)
+            process, late = self._running(), Event()
+
+            def end() -> None:
+                late.set()
+                process.kill()
+
+            watch = Timer(seconds, end)
             watch.daemon = True
             watch.start()
             try:
@@ -112,9 +133,14 @@ class _Decoder:
                 return Image.frombuffer("L" if bands == 1 else "RGB", (width, height), pixels)
             except (OSError, EOFError):  # the process ended: a decoder crashed, or took too long
                 self.stop()
+                if late.is_set():
+                    raise TimeoutError from None
                 return None
             finally:
                 watch.cancel()
+                watch.join()  # it may be about to end the process
+                if late.is_set():
+                    self.stop()
 
     def _running(self) -> subprocess.Popen:
         if self._process is None or self._process.poll() is not None:

@@ -18,13 +18,16 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from .errors import ArtifactError, InputError, WriteError, brief, first_line
 from .folder_files import private_copy
-from .libraries import library_of, openclip
+from .libraries import hf_transformers, library_of, openclip
 from .libraries.containment import contained
+from .libraries.untrusted_processor import CheckedProcessor
 from .libraries.untrusted_tokenizer import vetted_side_files
 from .loading import read_config_files, read_side_files
 from .paths import as_path
 
 TEXT, IMAGE = "text", "image"
+# Where transformers looks for the settings of an image processor, in this order; timm's are in the model's own.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 class Preprocessor:
@@ -75,7 +78,7 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
     if library_of(model) is openclip:
         return _open_clip_preprocessor(files, model)
     if model.main_input_name == "pixel_values" or library_of(model).is_dual_encoder(model):
-        processor = files.load(AutoImageProcessor, "image processor")
+        process = files.image_processor("L" if getattr(model.config, "num_channels", 3) == 1 else "RGB")
         encode = None
         if library_of(model).is_dual_encoder(model):
             tokenizer = files.load(AutoTokenizer, "tokenizer")
@@ -83,12 +86,7 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
             def encode(texts: list[str]) -> dict[str, Tensor]:
                 return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
-        mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
-        return Preprocessor(
-            IMAGE,
-            lambda images: dict(processor([image.convert(mode) for image in images], return_tensors="pt")),
-            encode_texts=encode,
-        )
+        return Preprocessor(IMAGE, process, encode_texts=encode)
     if model.main_input_name != "input_ids":
         raise ArtifactError(
             f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
@@ -149,16 +147,22 @@ def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[st
 
 
 def _open_clip_preprocessor(files: _SideFiles, model: nn.Module) -> Preprocessor:
-    transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+    path, settings = files.folder / openclip.CONFIG, model.visual.preprocess_cfg
+    try:
+        transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
+    except Exception as error:  # OpenCLIP asserts what it expects, without a word
+        raise ArtifactError(
+            f"{path} has a preprocess_cfg that OpenCLIP does not read ({first_line(error)}): expected its own words "
+            f"and numbers, not {brief(settings)}."
+        ) from error
+
+    def process(images: list[Image.Image]) -> dict[str, Tensor]:
+        return {"image": torch.stack([transform(image.convert("RGB")) for image in images])}
 
     def encode(texts: list[str]) -> dict[str, Tensor]:
         return {"text": files.open_clip_tokenizer()(texts)}
 
-    return Preprocessor(
-        IMAGE,
-        lambda images: {"image": torch.stack([transform(image.convert("RGB")) for image in images])},
-        encode_texts=encode,
-    )
+    return Preprocessor(IMAGE, CheckedProcessor(path, settings, process), encode_texts=encode)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,16 @@ class _SideFiles:
             ) from error
         _rename(vars(loaded), str(copy), str(self.folder))
         return loaded
+
+    def image_processor(self, mode: str) -> CheckedProcessor:
+        """Load an image processor of transformers likewise; it gets images of this mode."""
+        processor = self.load(AutoImageProcessor, "image processor")
+        name = next((name for name in PROCESSORS if name in self.content), hf_transformers.CONFIG)
+
+        def process(images: list[Image.Image]) -> dict[str, Tensor]:
+            return dict(processor([image.convert(mode) for image in images], return_tensors="pt"))
+
+        return CheckedProcessor(self.folder / name, processor.to_dict(), process)
 
     def open_clip_tokenizer(self) -> Any:
         """Load the tokenizer of OpenCLIP's texts likewise."""

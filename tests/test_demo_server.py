@@ -5,21 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 import gradio as gr
 import pytest
 from PIL import Image
-from trust.bombs import pixel_bomb, plain
+from trust.bombs import pixel_bomb, plain, scans
 from trust.uploads import ANSWERED, REFUSED, Page, image_model, listener
 
 from retex_hf import RetexModel
-from retex_hf.demo import guard, make_demo, uploads
+from retex_hf.demo import guard, inputs, make_demo, uploads
 from retex_hf.demo.page import launch_options
 from retex_hf.demo.turns import MOST_WAITING, Busy, Turns
 from retex_hf.demo.uploads import Uploads
@@ -79,6 +81,25 @@ def test_a_picture_of_too_many_pixels_is_refused(page):
         REFUSED,
         "With image 1 the images have more than 32 million pixels together.",
     )
+
+
+def test_all_pictures_of_a_call_have_one_budget_of_time(page, monkeypatch):
+    slow = scans(12_000, 500)
+    _, kept = page.upload([("a.jpg", slow), ("b.jpg", slow), ("c.jpg", slow)])
+    monkeypatch.setattr(inputs, "MOST_SECONDS", 1.0)
+    start = monotonic()
+    call = [[image(path)[0][0] for path in kept], -1]
+    outcome, says = page.call(call)
+    assert outcome == REFUSED and re.fullmatch("With image [1-3] the images take more than 1 seconds to decode.", says)
+    assert monotonic() - start < 15  # a second, on a machine that may be busy
+    monkeypatch.undo()
+    assert page.show([("a.png", plain("PNG"))])[0] == ANSWERED  # and the page goes on
+
+
+def test_an_upload_is_named_once_in_a_call(page):
+    _, (kept,) = page.upload([("a.png", plain("PNG"))])
+    says = "An upload is named more than once; add each image once."
+    assert page.call([image(kept)[0] * 2, -1]) == (REFUSED, says)
 
 
 def test_only_files_of_this_page_are_read_and_nobody_is_asked(page, tmp_path):

@@ -47,6 +47,23 @@ def quick(monkeypatch):
     monkeypatch.setattr("retex_hf.card.writing.DRAWN", {})
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../x.json", "a/../../x.json", "/tmp/x.json", "..\\x.json", "a\0.json", f"{'x' * 300}.json", "\udcff.json"],
+    ids=ascii,
+)
+def test_names_that_no_file_may_have_are_refused(hub, tmp_path, name):
+    hub.put(REPO, {"config.json": b"{}", name: b"{}"})
+    cache = tmp_path / "a" / "cache"
+    for load in (
+        lambda: RetexModel.from_pretrained(REPO, cache_dir=cache),
+        lambda: RetexModel.from_experts(REPO, {task: REPO for task in TASKS}, cache_dir=cache),
+    ):
+        with pytest.raises(HubError, match=f"{REPO}' lists a file with a name that cannot be kept here: .*[.]$"):
+            load()
+    assert not list(tmp_path.glob("a/**/*x.json"))
+
+
 # ---- there and back --------------------------------------------------------------------------------------------------
 
 

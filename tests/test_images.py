@@ -13,7 +13,7 @@ from trust.bombs import FORMATS, lying, pixel_bomb, plain, tagged
 
 from retex_hf import images
 from retex_hf.errors import InputError
-from retex_hf.images import TooManyPixels, Unreadable, read_image
+from retex_hf.images import TooManyPixels, TooSlow, Unreadable, read_image
 
 NOISE = np.random.default_rng(0).integers(0, 256, (23, 31, 4), dtype=np.uint8)
 
@@ -75,7 +75,7 @@ def test_a_decoder_that_ends_or_hangs_is_a_sentence(monkeypatch):
     assert read_image(plain("PNG"), "photo").size == (24, 16)
     assert images._DECODER._process is not first
     monkeypatch.setattr(images, "SECONDS", 0.2)
-    with pytest.raises(Unreadable):
+    with pytest.raises(TooSlow, match="photo takes longer to decode than 0 seconds"):
         read_image(pixel_bomb(9_000), "photo")  # which takes longer
     monkeypatch.undo()
     assert read_image(plain("PNG"), "photo").size == (24, 16)

@@ -123,6 +123,15 @@ def frames(kind: str, count: int, side: int) -> bytes:
     return buffer.getvalue()
 
 
+def scans(count: int, side: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again: a few bytes each, for all of the image."""
+    buffer = BytesIO()
+    Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue().removesuffix(b"\xff\xd9")
+    start = data.rindex(b"\xff\xda")
+    return data + data[start:] * count + b"\xff\xd9"
+
+
 def changed(data: bytes, draw: random.Random) -> bytes:
     """A file with some bytes changed, left out, or cut off."""
     data = bytearray(data)
@@ -150,6 +159,7 @@ def pictures(size: str, seed: int) -> Iterator[Picture]:
         for times in (1,) if few else (1, 50):
             yield Picture(f"PNG, {times} {name.decode()}", ".png", packed_text(name, 50, times), False)
     yield Picture("GIF, 40 frames", ".gif", frames("GIF", 40, 64), False)
+    yield Picture("JPEG, 10000 scans", ".jpeg", scans(10_000, 256), False)
     yield Picture("an EPS under another name", ".png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", True)
     yield Picture("an SVG under another name", ".png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", True)
     if few:

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError, brief, shorten
 from ..printing import visible
+from .adapted_modules import AdaptedModules, submodule
 from .experts import Entries, check_floating
 from .patterns import Patterns
 from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
@@ -79,6 +80,7 @@ class AdapterSource(Source):
             for key in ("rank_pattern", "alpha_pattern")
         )
         self._targets = frozenset(self.settings.get("target_parameters") or ())
+        self.modules = AdaptedModules(self.settings, self.label)
 
     def rank(self, module: str) -> int:
         """The rank of a module's factors."""
@@ -317,10 +319,17 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, En
             entries = originals if name.endswith(f"{WRAPPED}.weight") else values
             _put(source, entries, name.replace(WRAPPED, ""), (info, partial(source.read, key)))
     known = model.state_dict().keys()
+    together = source.settings.get("ensure_weight_tying")  # what is adapted of a tied tensor is adapted of the others
+    tied = {name: names for names in _ties(model) for name in names} if together else {}
     for (wrapped, depth), parts in factors.items():
         module = wrapped.replace(WRAPPED, "")
         parameter = _adapted_parameter(source, model, module, depth)
         delta = _Delta.of(source, model, module, parameter, parts)
+        if not _is_adapted(source, model, wrapped, parameter, depth, tied):
+            raise CheckpointError(
+                f"{source.label} holds {brief(next(iter(parts.values())))}, but its configuration does not adapt that "
+                "module, so that peft would leave it out: take it out, or name the module in target_modules."
+            )
         # The output layer of nn.MultiheadAttention, which is adapted with the whole: peft adds its product twice, when
         # it merges as well as when it trains.
         delta.times = 2 if module != wrapped else 1
@@ -330,6 +339,18 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, En
         if key is not None and (bias in known or source.read(key).any()):
             _put(source, deltas, bias, (source.infos[key], partial(delta.scaled, key)))
     return originals, values, deltas
+
+
+def _is_adapted(
+    source: AdapterSource, model: nn.Module, wrapped: str, parameter: str, depth: int, tied: dict[str, list[str]]
+) -> bool:
+    """Whether peft would apply the factors of a module."""
+    module, _, inner = wrapped.partition(f"{WRAPPED}.")
+    if inner:  # of an nn.MultiheadAttention, which is adapted with its output layer
+        return isinstance(submodule(model, module), nn.MultiheadAttention) and source.modules.has(module, model)
+    name = f"{module}.{parameter}"
+    owners = [name.rpartition(".")[0] for name in tied.get(name, [name])]
+    return source.targets(name) or (depth == 0 and any(source.modules.has(owner, model) for owner in owners))
 
 
 def _factor(name: str) -> tuple[str, int, str] | None:
@@ -352,9 +373,8 @@ def _put(source: AdapterSource, entries: dict[str, Any], name: str, value: Any) 
 
 def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, depth: int) -> str:
     """Which parameter of a module a pair of factors is for."""
-    try:
-        owner = model.get_submodule(module)
-    except AttributeError:  # under the names of an earlier version, or not there at all: alignment will tell
+    owner = submodule(model, module)
+    if owner is None:  # under the names of an earlier version, or not there at all: alignment will tell
         return "weight"
     if isinstance(owner, nn.MultiheadAttention):
         return "in_proj_weight"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,9 +14,10 @@ from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, HubError, first_line
 from ..hub_errors import HUB_ERRORS, check_token, explain, without_secrets
 from ..paths import as_path
+from ..printing import visible
 from ..reading import check_links, read_json
 from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
 from .sources import Source, open_files, open_state_dict, weight_files
@@ -31,6 +34,10 @@ SIDE_FILES = (
 CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
 # The weights that are read, and not the same ones again in other formats (`consolidated.safetensors`, `onnx/`).
 WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*", f"{ADAPTER_STEM}*")
+
+
+# How a system says that a file cannot be called so.
+NAME_ERRORS = (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
 
 def open_source(
@@ -118,10 +125,30 @@ def fetch(repo_id: str, **kwargs: Any) -> Path:
     for suffix in (".safetensors", ".bin"):
         patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
         ignored = [f"*{ending}" for ending in CODE]
-        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **kwargs))
+        with _named_files(repo_id):
+            folder = Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **kwargs))
         if any(folder.glob(f"*{suffix}")):
             break
     return folder
+
+
+@contextmanager
+def _named_files(repo_id: str) -> Iterator[None]:
+    """Within this context, what the Hub's client raises of a name that no file may have is a `HubError`.
+
+    It keeps no file outside of its folder; of which kind its refusal is depends on what is odd about the name.
+    """
+    try:
+        yield
+    except HUB_ERRORS:
+        raise
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NAME_ERRORS:
+            raise
+        reason = visible(getattr(error, "strerror", None) or first_line(error)).rstrip(".")
+        raise HubError(
+            f"The repository {repo_id!r} lists a file with a name that cannot be kept here: {reason}."
+        ) from None
 
 
 def check_checkpoint_folder(folder: Path, label: str) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 
 from PIL import Image
 
 from ..decoder import FORMATS
 from ..errors import InputError
-from ..images import TooManyPixels, Unreadable, read_image
+from ..images import TooManyPixels, TooSlow, Unreadable, read_image
 
 MOST_INPUTS = 32
 MOST_CHARACTERS = 10_000
 MOST_MEGABYTES = 10
 # Of all images of a call together: some 15 bytes a pixel are held at once, from the file to the model's batch.
 MOST_PIXELS = 32_000_000
+# For the decoding of all of them: others wait for their turn, and so many pixels take about a second.
+MOST_SECONDS = 20.0
 
 
 def read_texts(typed: str) -> list[str | tuple[str, str]]:
@@ -42,17 +45,20 @@ def read_texts(typed: str) -> list[str | tuple[str, str]]:
 def read_images(paths: Sequence[str | Path]) -> list[Image.Image]:
     """Read image files as RGB, upright, in order."""
     _check_number(len(paths), "image", "Add at least one image.")
-    read, left = [], MOST_PIXELS
+    read, left, end = [], MOST_PIXELS, monotonic() + MOST_SECONDS
     for number, path in enumerate(paths, start=1):
         try:
             if Path(path).stat().st_size > MOST_MEGABYTES * 1_000_000:
                 raise InputError(f"Image {number} is larger than {MOST_MEGABYTES} MB.")
-            image = read_image(path, f"Image {number}", most_pixels=left)
+            image = read_image(path, f"Image {number}", most_pixels=left, seconds=max(0.0, end - monotonic()))
         except OSError:  # deleted since
             raise InputError(f"Image {number} is no longer here; add it again.") from None
         except TooManyPixels:
             limit = f"{MOST_PIXELS // 1_000_000} million pixels"
             raise InputError(f"With image {number} the images have more than {limit} together.") from None
+        except TooSlow:
+            limit = f"{MOST_SECONDS:.0f} seconds"
+            raise InputError(f"With image {number} the images take more than {limit} to decode.") from None
         except Unreadable:
             raise InputError(f"Image {number} cannot be read; the page takes {', '.join(FORMATS)}.") from None
         read.append(image.convert("RGB"))

@@ -32,6 +32,8 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 # Left out wherever they stand: references to custom code, and notes of where a model came from.
 LEFT_OUT = {"auto_map", "_name_or_path", "name_or_path", "_commit_hash"}
+# Where a processor is to compute: that is for the person at the keyboard to say.
+PLACES = {"device"}
 # Texts for people and tokenizers, which no library resolves.
 FREE_TEXT = {
     "id2label", "label2id", "label_names", "architectures", "transformers_version", "task_specific_params", "prefix",
@@ -117,7 +119,9 @@ def vet_generation_config(values: Mapping[str, Any], path: Path) -> dict[str, An
 
 def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the part of an `open_clip_config.json` that OpenCLIP may read."""
-    text = part(part(values, "model_cfg", path), "text_cfg", path)
+    model = part(values, "model_cfg", path)
+    text = part(model, "text_cfg", path)
+    _check_norms(model, path)
     foreign = sorted(set(part(text, "tokenizer_kwargs", path)) - TOKENIZER_OPTIONS)
     if foreign:
         raise CheckpointError(
@@ -129,6 +133,16 @@ def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
     if towers:
         vetted["model_cfg"]["text_cfg"] |= towers
     return vetted
+
+
+def _check_norms(model: Mapping[str, Any], path: Path) -> None:
+    """Refuse texts among the settings of normalisation, which torch would stumble over when it computes."""
+    for section in model:
+        if not isinstance(model[section], Mapping):
+            continue
+        for key, value in part(model[section], "norm_kwargs", path).items():
+            if not isinstance(value, (int, float)):
+                raise CheckpointError(f"{path} has {key}={brief(value)} in norm_kwargs: expected a number.")
 
 
 def _without(values: Mapping[str, Any], left_out: Mapping[str, Any]) -> Any:
@@ -169,7 +183,7 @@ def vet_side_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for key, value in values.items():
-        if key in LEFT_OUT or key in FILES_OF_TOKENIZERS:
+        if key in LEFT_OUT or key in FILES_OF_TOKENIZERS or key in PLACES:
             continue
         if is_token(key) or key in TEMPLATES:
             kept[key] = value

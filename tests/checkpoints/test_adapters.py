@@ -17,10 +17,12 @@ import writers
 from families import FAMILIES, OPEN_CLIP_VIT, TEXT, VISION
 from helpers import assert_same
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retex_hf import RetexConfig, RetexModel
+from retex_hf.checkpoints.locate import open_source
 from retex_hf.errors import CheckpointError
 
 TASKS = ["red", "green"]
@@ -273,6 +275,63 @@ def refuse(message: str, base: Any, expert: Any) -> None:
 )
 def test_settings_that_are_refused(base, folder, settings, message):
     refuse(f"^expert 'red' .*{message}", base, change(folder, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["value"]},
+        {"target_modules": "(a+)+$"},
+        {"target_modules": ".*[.]value"},
+        {"exclude_modules": ["query"]},
+        {"modules_to_save": ["query"]},
+        {"layers_to_transform": 7},
+        {"layers_to_transform": [0, 1], "layers_pattern": "blocks"},
+    ],
+    ids=str,
+)
+def test_tensors_that_peft_leaves_out(base, folder, settings):
+    says = "holds 'base_model.model.encoder.layer.0.attention.self.query.lora_A.weight', but its configuration does not"
+    refuse(says, base, change(folder, **settings))
+
+
+@pytest.mark.parametrize("inner", [".base_layer", ".base_layer.base_layer"])
+def test_tensors_within_what_peft_wraps(base, folder, inner):
+    file = folder / "adapter_model.safetensors"
+    save_file({key.replace(".query.", f".query{inner}."): tensor for key, tensor in load_file(file).items()}, file)
+    refuse(f"query{inner}.lora_A.weight', but its configuration does not adapt that module", base, folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": None},
+        {"target_modules": r".*\.layer\.[0-9]+\..*(query|key)"},
+        {"target_modules": ["attention.self.query"], "exclude_modules": ["pooler.dense"]},
+        {"layers_to_transform": [0, 1]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["layer"]},
+        {"modules_to_save": ["pooler"]},
+    ],
+    ids=str,
+)
+def test_tensors_that_peft_applies(base, folder, settings):
+    source = open_source(change(folder, **settings), "red", adapters=True)
+    assert source.modules.has("encoder.layer.0.attention.self.query", base)
+    config = LoraConfig.from_pretrained(folder)
+    if config.target_modules is not None and config.target_modules != "all-linear":
+        assert check_target_module_exists(config, "encoder.layer.0.attention.self.query")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", 5), ("target_modules", {"a": 1}), ("exclude_modules", [5]), ("modules_to_save", "pooler"),
+        ("modules_to_save", 5), ("layers_to_transform", "0"), ("layers_pattern", 3), ("bias", "x"), ("bias", 5),
+    ],
+)  # fmt: skip
+def test_settings_that_peft_refuses(base, folder, key, value):
+    refuse(f"{key} of its configuration must be ", base, change(folder, **{key: value}))
 
 
 def test_other_kind_in_memory(base):
