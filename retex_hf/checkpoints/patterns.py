@@ -15,18 +15,20 @@ from typing import Any
 
 from ..errors import CheckpointError, brief
 
-MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 500, 2_000, 20
+MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 2_000, 2_000, 20
 # For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a tenth of that.
 MOST_STEPS = 5_000_000
-SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^' and '$'"
+SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^', '$' and '\\b'"
 
 CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 # What Python may one day read as an operation on sets.
 SET_OPERATION = re.compile(r"\[|--|&&|~~|\|\|")
 REPEAT = re.compile(r"[*+?]|\{([0-9]{0,4})(?:(,)([0-9]{0,4}))?\}")
 SHORTHANDS = frozenset("dDwWsS")
+WORD = re.compile(r"\w")
 
-THEN, EITHER, REPEATED, STEP, START, END, FORK, ACCEPT = range(8)
+THEN, EITHER, REPEATED, STEP, START, END, BOUNDARY, FORK, ACCEPT = range(9)
+ANCHORS = (START, END, BOUNDARY)
 # A kind and what belongs to it: parts, a part with its least and most number, or an expression for one character.
 Node = tuple[int, Any]
 # A kind, a test of the next character (of a STEP), and the states that follow.
@@ -84,13 +86,14 @@ class Pattern:
         """The states that are reached without another character."""
         found, pending = set(), list(states)
         at_end = place == len(name) or (place == len(name) - 1 and name[place] == "\n")
+        holds = {FORK: True, START: place == 0, END: at_end, BOUNDARY: _is_boundary(name, place)}
         while pending:
             state = pending.pop()
             if state in found:
                 continue
             found.add(state)
             kind, _, after = self._states[state]
-            if kind == FORK or (kind == START and place == 0) or (kind == END and at_end):
+            if holds.get(kind, False):
                 pending.extend(after)
         return found
 
@@ -202,6 +205,8 @@ class _Parser:
             return STEP, re.escape(char)
         escaped = self._text[self._place : self._place + 1]
         self._place += 1
+        if escaped == "b":
+            return BOUNDARY, None
         if escaped in SHORTHANDS:
             return STEP, f"\\{escaped}"
         if not escaped or _is_special(escaped):
@@ -224,7 +229,7 @@ class _Parser:
         found = REPEAT.match(self._text, self._place)
         if found is None:
             return node
-        if node[0] in (START, END):
+        if node[0] in ANCHORS:
             raise PatternError("repeats an anchor")
         self._place = found.end()
         self._take("?")  # lazy or not, the same names match
@@ -252,6 +257,12 @@ def _ending(node: Node) -> list[str]:
             break
         ending.insert(0, value)
     return ending
+
+
+def _is_boundary(name: str, place: int) -> bool:
+    """Whether a word begins or ends at a place of a name."""
+    before, after = (WORD.match(char) is not None for char in (name[place - 1 : place], name[place : place + 1]))
+    return before != after
 
 
 @lru_cache(maxsize=1000)

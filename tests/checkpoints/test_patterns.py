@@ -23,7 +23,8 @@ WRITTEN = [
     "^" + re.escape("model.layers.3.self_attn.q_proj"), ".*q_proj", "(query|dense)", "(?:q|k|v)_proj", "layers.[0-9].*",
     r"layers\.(1[0-9]|2[0-3])\..*", "layer.(0|1).*", "model.layers.3.self_attn.q_proj$", r"\w+_proj", "[^.]+",
     ".+?proj", r"layers\.\d{1,2}\.self_attn\.[qk]_proj", "", "x\\-y.z", "a*", "layer.1?0.*", "((q|k)_)?proj", "b|c",
-    "[]a.]b", "a.b", r"layers\.\d.k", "(layer.)*0.*", "[a-z_]{2,}",
+    "[]a.]b", "a.b", r"layers\.\d.k", "(layer.)*0.*", "[a-z_]{2,}", r".*\bq_proj", r"\bx\b.*\bz",
+    r"(?:.*?(?:vision|text).*?(?:attn|mlp).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj)))",
 ]  # fmt: skip
 
 
@@ -42,10 +43,10 @@ def test_the_first_pattern_that_matches_counts():
 
 
 CHARACTERS = st.sampled_from(["a", "b", ".", "0", r"\.", "_", r"\d", r"\w", "[ab]", "[^a.]", "[0-9b]", "é", "-"])
-ATOMS = CHARACTERS | st.sampled_from(["(^)", "($)"])
+ATOMS = CHARACTERS | st.sampled_from(["(^)", "($)", r"(\b)"])
 QUANTIFIERS = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?", "??"])
 PATTERNS = st.recursive(
-    ATOMS | st.sampled_from(["^", "$", ""]),
+    ATOMS | st.sampled_from(["^", "$", r"\b", ""]),
     lambda inner: st.one_of(
         st.tuples(inner, inner).map("".join),
         st.tuples(inner, inner).map(lambda two: f"({two[0]}|{two[1]})"),
@@ -77,8 +78,8 @@ def test_what_is_accepted_matches_as_re_does(text, name):
     "text",
     [
         "(?i)query", "(?x:([^!]+) +)!", "(?P<a>q)", r"(q)\1", "q(?=uery)", "(?<!q)uery", "(?>q*)uery", "q*+uery", "q**",
-        "*q", "(q", "q)", "q)|(k", "[q", "{2}", "q{2,1}", "q{", "^*", r"\bq", r"q\Z", r"\x71", "\\", "[[q]]", "[a--b]",
-        r"[\b]", "[b-a]", "(" * 30 + "q" + ")" * 30, "q{5000}", "((q{99}){99}){99}", "q" * (MOST_CHARACTERS + 1),
+        "*q", "(q", "q)", "q)|(k", "[q", "{2}", "q{2,1}", "q{", "^*", r"\b*", r"\Bq", r"q\Z", r"\x71", "\\", "[[q]]",
+        "[a--b]", r"[\b]", "[b-a]", "(" * 30 + "q" + ")" * 30, "q{5000}", "((q{99}){99}){99}", "q" * (MOST_CHARACTERS + 1),
     ],
 )  # fmt: skip
 def test_other_syntax_is_refused_with_a_sentence(text):
