@@ -63,7 +63,7 @@ SHORT = ("EncoderDecoderModel", "TimmWrapperModel")
 SIZES = re.compile(r"(num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth)$")
 # At every place: hostile values of each key, and keys that get a plain word.
 VALUES, WORDS = 3, 2
-# How many cases of each class, drawn from all of them; another seed draws others.
+# How many values that name something each class is tried with, drawn from all; another seed draws others.
 CASES = {"short": 300, "long": 60}
 BOMBS = (100_000, 10**9, 2**40)
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
@@ -138,7 +138,9 @@ def _try_class(cls: type, folder: Path, seed: int, count: int, answers: Connecti
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
     trial = _Trial(cls, values, _Described("model.safetensors", infos), folder, watcher)
     every = list(cases(cls, values, watcher.folder, draw))
-    for kind, what, spoilt in draw.sample(every, min(count, len(every))):
+    names = [case for case in every if case[0] == "name"]
+    numbers = [case for case in every if case[0] == "number"]
+    for kind, what, spoilt in [*draw.sample(names, min(count, len(names))), *numbers]:
         answers.send(what)
         outcome, problem = trial.judge(spoilt, plan_always=kind == "number")
         answers.send((kind, outcome, None if problem is None else f"{cls.__name__}: {what}: {problem}"))

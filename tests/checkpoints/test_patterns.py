@@ -79,7 +79,8 @@ def test_what_is_accepted_matches_as_re_does(text, name):
     [
         "(?i)query", "(?x:([^!]+) +)!", "(?P<a>q)", r"(q)\1", "q(?=uery)", "(?<!q)uery", "(?>q*)uery", "q*+uery", "q**",
         "*q", "(q", "q)", "q)|(k", "[q", "{2}", "q{2,1}", "q{", "^*", r"\b*", r"\Bq", r"q\Z", r"\x71", "\\", "[[q]]",
-        "[a--b]", r"[\b]", "[b-a]", "(" * 30 + "q" + ")" * 30, "q{5000}", "((q{99}){99}){99}", "q" * (MOST_CHARACTERS + 1),
+        "[a--b]", r"[\b]", "[b-a]", "(" * 30 + "q" + ")" * 30, "q{5000}", "((q{99}){99}){99}",
+        "q" * (MOST_CHARACTERS + 1),
     ],
 )  # fmt: skip
 def test_other_syntax_is_refused_with_a_sentence(text):
