@@ -31,7 +31,7 @@ LONG = dict.fromkeys(
         *SHORT, "resumed build", "build, sign, change", "training", "save in two renames", "add a task, save",
         "delete a task, save", "sign", "card", "export", "figures", "push",
     ),
-    36,
+    12,
 )  # fmt: skip
 
 
