@@ -96,10 +96,10 @@ FILES = {
     **{
         f"sign artifact --data low={name} --data high=data/high": says
         for name, says in {
-            "deep.jsonl": "deep.jsonl is nested too deeply: at most 64 levels are read.",
-            "within.jsonl": "within.jsonl is nested too deeply: at most 64 levels are read.",
-            "behind.jsonl": "behind.jsonl is nested too deeply: at most 64 levels are read.",
-            "packed.jsonl.gz": "packed.jsonl.gz is nested too deeply: at most 64 levels are read.",
+            "deep.jsonl": "deep.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
+            "within.jsonl": "within.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
+            "behind.jsonl": "behind.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
+            "packed.jsonl.gz": "packed.jsonl.gz cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
             "bomb.jsonl.gz": "bomb.jsonl.gz unpacks to more than 200 times its size.",
             "archive.jsonl": "archive.jsonl is not text in UTF-8.",
             "latin.jsonl": "latin.jsonl is not text in UTF-8.",
