@@ -87,6 +87,7 @@ def test_texts_are_utf_8_whatever_the_locale_says(place):
     assert json.loads(done.stdout)["input"] == "naïve 😀 w1"
 
 
+DEEP = "it is nested too deeply: at most 64 levels are read."
 FILES = {
     "predict artifact deep.jsonl": "deep.jsonl, line 2 is not valid JSON: it is nested too deeply.",
     "predict artifact latin.jsonl": "latin.jsonl is not text in UTF-8 (line 1).",
@@ -96,10 +97,10 @@ FILES = {
     **{
         f"sign artifact --data low={name} --data high=data/high": says
         for name, says in {
-            "deep.jsonl": "deep.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
-            "within.jsonl": "within.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
-            "behind.jsonl": "behind.jsonl cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
-            "packed.jsonl.gz": "packed.jsonl.gz cannot be read as JSON: it is nested too deeply: at most 64 levels are read.",
+            "deep.jsonl": f"deep.jsonl cannot be read as JSON: {DEEP}",
+            "within.jsonl": f"within.jsonl cannot be read as JSON: {DEEP}",
+            "behind.jsonl": f"behind.jsonl cannot be read as JSON: {DEEP}",
+            "packed.jsonl.gz": f"packed.jsonl.gz cannot be read as JSON: {DEEP}",
             "bomb.jsonl.gz": "bomb.jsonl.gz unpacks to more than 200 times its size.",
             "archive.jsonl": "archive.jsonl is not text in UTF-8.",
             "latin.jsonl": "latin.jsonl is not text in UTF-8.",
