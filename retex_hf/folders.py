@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME, IDENTITY_NAME = "lock", "build.json"
 SAVING, BUILDING = "saving", "building"
-NEW, RETIRED = "new", "old"
+NEW, RETIRED, REMOVED = "new", "old", "removed"
 RANDOM_BYTES = 8
 # How long a save waits for another one into the same folder.
 WAIT_SECONDS = 60.0
@@ -223,11 +223,21 @@ def _holds_retired(parent: OpenFolder, staging_name: str) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, and what kills have left beside it. A link is refused."""
+    """Remove a folder, and what kills have left beside it. A link is refused.
+
+    It loses its name first, in one step: a kill leaves all of it there, or nothing.
+    """
     folder = check_movable(folder)
     with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
         _clear_left(parent, folder.name, SAVING)
-        _remove_or_say(parent, folder.name)
+        if parent.state(folder.name) is None:
+            return
+        name = _make_staging(parent, folder.name, SAVING)
+        try:
+            with parent.inside(name) as staging:
+                parent.rename(folder.name, staging, REMOVED)
+        finally:
+            _remove_or_say(parent, name)
 
 
 def keep_files(old: Path, new: Path, leave: Sequence[str] = ()) -> None:

@@ -15,7 +15,7 @@ from small_disks import small_disk
 from trust.subjects import make_artifact
 
 from retex_hf import ArtifactError, RetexModel, WriteError, folders, writing
-from retex_hf.folders import interrupted_build, keep_files, replacing, scratch_folder, workshop
+from retex_hf.folders import heal, interrupted_build, keep_files, remove, replacing, scratch_folder, workshop
 from retex_hf.handles import OpenFolder
 from retex_hf.writing import whole_file
 
@@ -328,6 +328,24 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         partial.write_text("half")
         raise ZeroDivisionError
     assert content(tmp_path) == {"deep/file.txt": "one"}
+
+
+def test_a_folder_that_is_removed_is_gone_before_its_files_are(target, monkeypatch):
+    before = content(target)
+
+    def stop(folder: OpenFolder, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OpenFolder, "remove", stop)
+        remove(target)
+    assert not target.exists()
+    heal(target)
+    assert not target.exists()  # what is to be removed is not put back
+    with replacing(target) as new:
+        (new / "own").write_text("new")
+    assert content(target) == {"own": "new"} != before
+    assert os.listdir(target.parent) == ["target"]
 
 
 def test_errors_of_other_places_are_not_blamed_on_the_folder(target):
