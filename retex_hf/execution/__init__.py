@@ -1,30 +1,33 @@
 """Run a batch on the experts its rows need, and put every field of the outputs back in row order."""
 
-from .assignment import Assignment, Group, parse_task, task_index
-from .batching import Joiner, Splitter, count_rows
+from .assignment import BASE, Assignment, Group, Mixture, as_active, parse_adapter_names, parse_task, task_index
 from .choice import check_execution
-from .experts import ExpertCache, copy_with, expert_bytes, in_own_dtypes, is_plain, recover_tensors
-from .outputs import attach_routing
+from .experts import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
+from .joining import Joiner
+from .outputs import attach_routing, logits_of
 from .runner import ExpertRunner, call_method
 from .sharing import trunk_cost
 from .trunk import TrunkRecord
 
 __all__ = [
+    "BASE",
     "Assignment",
     "ExpertCache",
     "ExpertRunner",
     "Group",
     "Joiner",
-    "Splitter",
+    "Mixture",
     "TrunkRecord",
+    "as_active",
     "attach_routing",
+    "beside_own",
     "call_method",
     "check_execution",
     "copy_with",
-    "count_rows",
     "expert_bytes",
-    "in_own_dtypes",
     "is_plain",
+    "logits_of",
+    "parse_adapter_names",
     "parse_task",
     "recover_tensors",
     "task_index",

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..errors import TaskError
 
+# PEFT's name, in `adapter_names`, of the model without an adapter.
+BASE = "__base__"
+
 
 @dataclass
 class Group:
@@ -55,10 +58,51 @@ def task_index(task: str, tasks: list[str]) -> int:
     return tasks.index(task)
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Tasks in equal parts, for every row; the head is that of the first."""
+
+    names: tuple[str, ...]
+
+    def weights(self, tasks: list[str]) -> Tensor:
+        weights = torch.zeros(len(tasks))
+        weights[[task_index(name, tasks) for name in self.names]] = 1 / len(self.names)
+        return weights
+
+
+def as_active(names: Any, tasks: list[str]) -> str | Mixture | None:
+    """Read what `set_adapter` takes: a task, several of them, or None for routing."""
+    if names is None or isinstance(names, str):
+        return names if names is None else tasks[task_index(names, tasks)]
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+        raise TaskError(f"Expected a task, a list of tasks or None, not {names!r}; the tasks are {tasks}.")
+    if len(set(names)) < len(names):
+        raise TaskError(f"{list(names)} names a task twice.")
+    for name in names:
+        task_index(name, tasks)
+    return names[0] if len(names) == 1 else Mixture(tuple(names))
+
+
+def parse_adapter_names(names: Any, tasks: list[str], rows: int) -> Assignment:
+    """Read PEFT's `adapter_names`: a task per row, or `"__base__"` for the merged model."""
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TaskError(f"adapter_names must be a list with one task per row, not {names!r}; the tasks are {tasks}.")
+    _check_rows(len(names), rows, "adapter_names")
+    ids = torch.tensor([0 if name == BASE else task_index(name, tasks) for name in names], dtype=torch.long)
+    if BASE not in names:
+        return Assignment(ids)
+    weights = torch.nn.functional.one_hot(ids, len(tasks)).float()
+    weights[[name == BASE for name in names]] = 0
+    return Assignment(ids, weights)
+
+
 def parse_task(task: Any, tasks: list[str], rows: int) -> Assignment:
     """Read `task=`: a name, one name or id per row (list, array or 1-D tensor), or mixing weights (rows, T)."""
     if isinstance(task, str):
         return Assignment(torch.full((rows,), task_index(task, tasks)))
+    if isinstance(task, Mixture):
+        first = task_index(task.names[0], tasks)
+        return Assignment(torch.full((rows,), first), task.weights(tasks).expand(rows, -1))
     if isinstance(task, np.ndarray):
         task = task.tolist()  # an array of names is no tensor
     if isinstance(task, (list, tuple)) and all(isinstance(name, str) for name in task):
@@ -101,6 +145,6 @@ def _parse_weights(weights: Tensor, tasks: list[str], rows: int) -> Assignment:
     return Assignment(weights.argmax(1), weights)
 
 
-def _check_rows(given: int, rows: int) -> None:
+def _check_rows(given: int, rows: int, name: str = "task=") -> None:
     if given != rows:
-        raise TaskError(f"task= has {given} entries, but the batch has {rows} rows.")
+        raise TaskError(f"{name} has {given} entries, but the batch has {rows} rows.")

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, RetexError
+from ..rows import Splitter, numbers_per_row
 from .assignment import Group
-from .batching import Splitter, numbers_per_row
 from .experts import ExpertCache, is_plain, names_of
 from .mixed import Call, MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .mixed.call import Certificate, Segment

@@ -29,15 +29,18 @@ BIAS_CACHE = "attention_bias_cache"
 def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weights: Tensor) -> dict[str, Tensor]:
     """The recovered parameters of a mixture of tasks, each in the merged tensor's dtype.
 
-    Matrices that carry no gradients lie in one block of memory: freed with their expert, it leaves no holes that are
-    too small for anything else.
+    Matrices that carry no gradients lie in one block of memory on each device: freed with their expert, it leaves no
+    holes that are too small for anything else.
     """
     # An expert may be made in a call under autocast, but serves others too.
     with torch.autocast(weights.device.type, enabled=False):
         embedding = recovery.embed(weights)
         if torch.is_grad_enabled() and embedding.requires_grad:
             return {name: recovery.recover(name, merged[name], embedding).to(merged[name].dtype) for name in recovery}
-        recovered = _one_block({name: merged[name] for name in recovery if merged[name].ndim > 1})
+        recovered: dict[str, Tensor] = {}
+        for device in {merged[name].device for name in recovery}:
+            wide = (name for name in recovery if merged[name].ndim > 1 and merged[name].device == device)
+            recovered |= _one_block({name: merged[name] for name in wide})
         for name in recovery:
             out = recovered.get(name)
             direct = out is not None and out.dtype in (torch.float32, torch.float64)
@@ -91,10 +94,16 @@ def copy_with(
     return expert
 
 
-def in_own_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in the dtypes of the model's own, which may have been loaded in another than it was saved in."""
-    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    return {name: tensor.to(own.get(name, tensor.dtype)) for name, tensor in tensors.items()}
+def beside_own(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors where the model's own are, which a `device_map` may have put in several places, and in their dtypes: it
+    may have been loaded in another than it was saved in. What takes the place of an offloaded one stays where it is."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+    def moved(name: str, tensor: Tensor) -> Tensor:
+        like = own.get(name, tensor)
+        return tensor.to(tensor.device if like.is_meta else like.device, like.dtype)
+
+    return {name: moved(name, tensor) for name, tensor in tensors.items()}
 
 
 def is_plain(tensor: Tensor) -> bool:

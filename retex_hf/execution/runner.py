@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -15,15 +16,18 @@ from transformers import GenerationConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
-from ..errors import RetexError
+from ..errors import InputError, RetexError
 from ..recovery import RecoveryModule
+from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
 from .assignment import Assignment, Group
-from .batching import NOT_ROWS, TEXT_INPUTS, Joiner, Splitter, count_rows
 from .choice import Chooser, OnePass, find_fixed, size_of_call
 from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
 from .items import NoticedItems
+from .joining import Joiner, check_separable
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
+from .outputs import logits_of
 from .trunk import TrunkRecord, install_replay, replaying
+from .vocabulary_rows import rows_beyond, tokens_of, with_all_rows, with_own_rows
 
 GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())
 LOSS_INPUTS = ("labels", "start_positions", "end_positions")
@@ -42,11 +46,21 @@ class ExpertRunner:
     cache: ExpertCache
     execution: str = "auto"
     trunk: list[str] = field(default_factory=list)
+    # Of tokens that the merged model lacks, where vocabularies differ (see `RetexConfig.vocabulary`).
+    rows: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    vocabulary: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    # What was found out about kinds of calls, which holds for the architecture, whatever the weights are.
+    proofs: dict[Any, Proof] = field(default_factory=dict)
 
     def num_labels(self, task_id: int) -> int | None:
         """Width of a task's own classification head."""
         labels = self.labels.get(self.tasks[task_id])
         return None if labels is None else len(labels["id2label"])
+
+    def _width(self, task_id: int) -> int | None:
+        """Width of a task's logits, where tasks differ in it: classes, or tokens."""
+        labels = self.num_labels(task_id)
+        return self.vocabulary.get(self.tasks[task_id], {}).get("size") if labels is None else labels
 
     def expert(self, group: Group, recovered: bool = True) -> nn.Module:
         """The expert of a group; with `recovered=False` the merged body under the task's head."""
@@ -56,11 +70,21 @@ class ExpertRunner:
         # Mixtures are endless, and weights that are being learned change at every step; only pure tasks are worth
         # keeping. Training moves the statistics of an expert's batch normalisation: evaluation has its own.
         key = self._key(group, recovered)
-        size = self._own_bytes if recovered else None
+        size = partial(self._own_bytes, group, recovered) if recovered or self._changed_rows(group) else None
         expert = make() if learning or group.weights is not None else self.cache.get(key, make, size)
         if hasattr(self.model, "generation_config"):
-            expert.generation_config = self.model.generation_config
+            expert.generation_config = self._generation_config(self.tasks[group.task_id])
         return expert
+
+    def _generation_config(self, task: str) -> Any:
+        """The model's settings, with special tokens that a task has of its own."""
+        settings = self.model.generation_config
+        own = self.vocabulary.get(task, {}).get("token_ids")
+        if own:
+            settings = deepcopy(settings)
+            for key, value in own.items():
+                setattr(settings, key, value)
+        return settings
 
     def _key(self, group: Group, recovered: bool) -> tuple:
         return (group.task_id, recovered, self.model.training)
@@ -81,8 +105,15 @@ class ExpertRunner:
             device = self.recovery.task_embedding.device
             with torch.set_grad_enabled(learning):
                 tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
+        if self._changed_rows(group):
+            self._require_plain_rows()
+            shared = {**self.model.state_dict(), **tensors}
+            with torch.set_grad_enabled(learning):
+                tensors |= with_own_rows(shared, self.rows[task], self.vocabulary[task]["size"])
         expert = copy_with(self.model, tensors)
         install_replay(expert, self.trunk)
+        if task in self.vocabulary:
+            self.library.set_vocabulary(expert, self.vocabulary[task]["size"], self.vocabulary[task]["token_ids"])
         if task in self.labels:
             self.library.set_labels(expert, self.labels[task])
         return expert
@@ -95,12 +126,45 @@ class ExpertRunner:
                 'run it in one pass with execution="auto" or "mixed".'
             )
 
-    def _own_bytes(self) -> int:
-        self._require_plain_numbers()
-        return expert_bytes(self.model.state_dict(), self.recovery)
+    def _changed_rows(self, group: Group) -> list[str]:
+        """Tensors of which a task has more rows than the merged model, or fewer."""
+        task = self.tasks[group.task_id]
+        tensors = self.model.state_dict() if task in self.rows else {}
+        return [name for name in self.rows.get(task, ()) if len(tensors[name]) != self.vocabulary[task]["size"]]
 
-    def count_rows(self, kwargs: Mapping[str, Any]) -> int:
-        return count_rows(kwargs, self.library.row_inputs(self.model))
+    def _require_plain_rows(self) -> None:
+        fixed = find_fixed(self.model, list(next(iter(self.rows.values()))))
+        if fixed is not None:
+            raise RetexError(
+                f"Tokens that tasks have of their own cannot be added, because {fixed!r} is quantised or offloaded: "
+                "load the model in plain numbers."
+            )
+
+    def _own_bytes(self, group: Group, recovered: bool) -> int:
+        tensors = self.model.state_dict()
+        names = set(self._changed_rows(group))
+        added = sum(own.nbytes for own in self.rows.get(self.tasks[group.task_id], {}).values())
+        added += sum(tensors[name].nbytes for name in names if not recovered or name not in self.recovery)
+        if not recovered:
+            return added
+        self._require_plain_numbers()
+        return added + expert_bytes(tensors, self.recovery)
+
+    def _check_tokens(self, kwargs: Mapping[str, Any], groups: list[Group]) -> None:
+        """Refuse tokens that a row's task does not have: torch would end with an index out of range."""
+        tokens = tokens_of(kwargs) if self.vocabulary else None
+        for group in groups if tokens is not None else ():
+            task, own = self.tasks[group.task_id], tokens[group.rows.to(tokens.device)]
+            size = self.vocabulary[task]["size"]
+            if int(own.max()) >= size:
+                row = int(group.rows[(own >= size).reshape(len(own), -1).any(1).nonzero()[0, 0].cpu()])
+                raise InputError(
+                    f"Row {row} holds the token {int(own.max())}, but task {task!r}, to which it was given, has {size} "
+                    "tokens: use the tokenizer of that task."
+                )
+
+    def count_rows(self, kwargs: Mapping[str, Any], named: int | None = None) -> int:
+        return count_rows(kwargs, self.library.row_inputs(self.model), named)
 
     def run(
         self,
@@ -119,9 +183,9 @@ class ExpertRunner:
         """
         record = record if record is not None and record.serves(kwargs) else None
         groups = assignment.groups()
-        splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
-        splitter.check(kwargs, len(groups))
-        kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model)
+        self._check_tokens(kwargs, groups)
+        kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model) if self.library.NAMES_FIELDS else (kwargs, False)
+        splitter, proof = self._proven(method, kwargs, groups, len(assignment.task_ids))
         items = kwargs.get("num_items_in_batch")
         if items is not None and len(groups) > 1:
             kwargs = {**kwargs, "num_items_in_batch": NoticedItems.of(items)}
@@ -136,11 +200,68 @@ class ExpertRunner:
         parts = None if one_pass is None else self._run_mixed(one_pass, groups, call)
         rows, outputs = parts or self._run_grouped(groups, recovered, call)
         if widen:
-            widths = [self.num_labels(group.task_id) or 0 for group in groups]
+            widths = [self._width(group.task_id) or 0 for group in groups]
             widths = [max(widths)] if parts else widths  # in one pass all rows have the width of the widest among them
             outputs = [self._widened(output, width) for output, width in zip(outputs, widths, strict=True)]
-        output = outputs[0] if len(groups) == 1 else self._joiner(method, kwargs, rows).join(outputs)
+        output = outputs[0]
+        if len(groups) > 1:
+            output = self._joiner(method, kwargs, rows, splitter, proof).join(outputs)
         return _as_tuple(output, list(outputs[0])) if as_tuple else output
+
+    def _proven(
+        self, method: str, kwargs: Mapping[str, Any], groups: list[Group], rows: int
+    ) -> tuple[Splitter, Proof | None]:
+        """How a batch is taken apart, and where the rows are in its outputs. What one expert can run needs neither."""
+        whole = self._whole(method, kwargs)
+        if len(groups) == 1:
+            return Splitter(rows, whole, {}), None
+        check_separable(kwargs, len(groups))
+        given = readings(self.model, kwargs, rows, whole)
+        # Of texts alone, `generate` needs no proof: its outputs are known, and a text is a row.
+        if method == "generate" and len(given) == 1 and ITEM_INPUTS.isdisjoint(kwargs):
+            return Splitter(rows, whole, next(iter(given.values()))), None
+        # Where rows differ in what they have, a batch shows nothing of another.
+        shape = pattern(kwargs, given)
+        parts = None if shape is None else [group.rows for group in groups]
+        apart = () if parts is None else tuple(tuple(part.tolist()) for part in parts)
+        key = (method, _kind(kwargs, rows), *given, shape, apart)
+        proof = self.proofs.get(key)
+        if proof is None:
+            proof = self._prove(method, kwargs, given, rows, whole, parts)
+            if method == "generate" and "logits" in proof.refused:
+                raise InputError(
+                    f"The rows of this batch cannot be taken apart: what the model says {proof.refused['logits']}. "
+                    "Call once per task with task=."
+                )
+            if not proof.refused and len(given) == 1:
+                self.proofs[key] = proof
+        return Splitter(rows, whole, given[proof.reading]), None if method == "generate" else proof
+
+    @torch.inference_mode(False)
+    def _prove(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any],
+        given: Mapping[str, Reading],
+        rows: int,
+        whole: frozenset[str],
+        parts: list[Tensor] | None,
+    ) -> Proof:
+        beyond = rows_beyond(self.model, self.library, self.heads, self.rows) if self.vocabulary else {}
+        prober = copy_with(self.model, with_all_rows(self.model.state_dict(), beyond)).eval()
+        # The labels of other tasks than the merged model's own mean nothing to its head.
+        if self.rows or any(self.heads.values()):
+            kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
+        if method == "generate":
+            method, kwargs = "forward", _of_forward(prober, kwargs, rows)
+
+        @torch.no_grad()
+        def call(part: Mapping[str, Any]) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # models that draw numbers must draw the same for a row
+                return call_method(prober, method, part)
+
+        return prove(call, lambda reading, part: Splitter(rows, whole, reading).take(kwargs, part), given, rows, parts)
 
     def _run_mixed(
         self, one_pass: OnePass, groups: list[Group], call: Callable[..., Any]
@@ -175,6 +296,8 @@ class ExpertRunner:
             refusal = "the model is in training mode"
         elif any(self.heads.values()) and any(kwargs.get(name) is not None for name in LOSS_INPUTS):
             refusal = "tasks have losses of their own"
+        elif odd := [name for name, owned in splitter.reading.items() if owned.owner is not None]:
+            refusal = f"the entries of {odd[0]!r} are not one per row"
         if refusal is not None and (self.execution == "mixed" or not chooser.swappable):
             raise RetexError(f"This batch cannot run in one pass: {refusal}.")
         if refusal is not None:
@@ -192,7 +315,7 @@ class ExpertRunner:
         groups, chooser = assignment.groups(), self._chooser()
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
-        splitter = Splitter(len(assignment.task_ids), self._whole(method, kwargs))
+        splitter, _ = self._proven(method, kwargs, groups, len(assignment.task_ids))
         mixed = chooser.mixed()
         _, work = mixed.probe(method, kwargs, mixed.segments(groups), splitter)
         return grouped_cost(work, size), mixed_cost(work, size)
@@ -218,6 +341,8 @@ class ExpertRunner:
     @torch.inference_mode(False)
     def _make_mixed(self) -> MixedModel:
         mixed = MixedModel(self.model, self.recovery, self.tasks, self.heads)
+        if self.rows or len({described["size"] for described in self.vocabulary.values()}) > 1:
+            mixed.reason = "tasks have tokens of their own."
         if mixed.reason is None:
             install_replay(mixed.model, self.trunk)
         return mixed
@@ -228,18 +353,24 @@ class ExpertRunner:
 
     def _texts_apart(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether the texts of a call are class prompts for its images, not rows of their own."""
-        images = self.library.row_inputs(self.model)[:2]
+        images = self.library.main_inputs(self.model)
         return self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images)
 
     def _widened(self, output: Any, width: int | None) -> Any:
-        if not width or not isinstance(output, ModelOutput) or output.get("logits") is None:
+        logits = logits_of(output)
+        if not width or logits is None:
             return output
-        widest = max(self.num_labels(index) or 0 for index in range(len(self.tasks)))
-        if output.logits.shape[-1] == width < widest:
-            output["logits"] = torch.nn.functional.pad(output.logits, (0, widest - width), value=float("-inf"))
+        widest = max(self._width(index) or 0 for index in range(len(self.tasks)))
+        if logits.shape[-1] == width < widest:
+            logits = torch.nn.functional.pad(logits, (0, widest - width), value=float("-inf"))
+            if isinstance(output, Tensor):
+                return logits
+            output["logits"] = logits
         return output
 
-    def _joiner(self, method: str, kwargs: Mapping[str, Any], rows: list[Tensor]) -> Joiner:
+    def _joiner(
+        self, method: str, kwargs: Mapping[str, Any], rows: list[Tensor], splitter: Splitter, proof: Proof | None
+    ) -> Joiner:
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         pad = option("pad_token_id")
         if pad is None:
@@ -254,14 +385,42 @@ class ExpertRunner:
             sum_losses=bool(getattr(kwargs.get("num_items_in_batch"), "uses", ())),
             pad_token_id=int(pad or 0),
             num_beams=option("num_beams") or 1,
-            texts_apart=self._texts_apart(kwargs),
-            tuple_fields=self.library.tuple_fields(method),
+            proof=proof,
+            reading=splitter.reading,
+            unnamed_heads=method != "generate" and not self.labels and any(self.heads.values()),
         )
 
 
 def call_method(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Any:
     """Call a method of a model; `forward` through the module itself, so that its hooks run."""
     return model(**kwargs) if method == "forward" else getattr(model, method)(**kwargs)
+
+
+def _kind(kwargs: Mapping[str, Any], rows: int) -> frozenset[Any]:
+    """What two calls must have in common for one to show how the other is taken apart."""
+    return frozenset((name, _form(value, rows)) for name, value in kwargs.items())
+
+
+def _form(value: Any, rows: int) -> Any:
+    """What is known of an argument: of tensors, their axes; of options, all."""
+    if isinstance(value, Tensor):
+        return value.ndim, value.ndim > 0 and len(value) == rows
+    if isinstance(value, Mapping):
+        return frozenset((str(key), _form(part, rows)) for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_form(part, rows) for part in value)
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
+
+
+def _of_forward(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The arguments of `generate` that are inputs of `forward`, and the token that a decoder begins with."""
+    accepted = inspect.signature(model.forward).parameters
+    given = {name: value for name, value in kwargs.items() if name in accepted}
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        first = getattr(model.config, "decoder_start_token_id", None) or 0
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        given.setdefault("decoder_input_ids", torch.full((rows, 1), first, device=device))
+    return given
 
 
 def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tuple[dict[str, Any], bool]:

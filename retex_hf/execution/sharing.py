@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..routing import FeatureExtractor
+from ..routing import Entry, FeatureExtractor
 from ..routing.trunk import answers
 from .assignment import Group
 from .runner import ExpertRunner
@@ -31,8 +31,8 @@ def trunk_cost(
     for task, batches in references.items():
         task_id = full.tasks.index(task)
         group = Group(task_id, torch.arange(0))
-        expert = _answers(full.expert(group), full, batches, extractor)
-        trunk, merged = (_answers(shared.expert(group, r), shared, batches, extractor) for r in (True, False))
+        expert = _answers(full.expert(group), batches, extractor)
+        trunk, merged = (_answers(shared.expert(group, r), batches, extractor) for r in (True, False))
         distance = sum((a - b).square().sum() for a, b in zip(expert, merged, strict=True)).sqrt()
         missed = sum((a - b).square().sum() for a, b in zip(expert, trunk, strict=True)).sqrt()
         costs[task] = {"change": (missed / distance).item() if distance > 0 else 0.0}
@@ -42,8 +42,6 @@ def trunk_cost(
     return costs
 
 
-def _answers(
-    expert: nn.Module, runner: ExpertRunner, batches: list[Mapping[str, Any]], extractor: FeatureExtractor
-) -> list[Tensor]:
-    root = runner.library.feature_root(expert)
-    return [answers(root(**extractor.select(batch))).double() for batch in batches]
+def _answers(expert: nn.Module, batches: list[Mapping[str, Any]], extractor: FeatureExtractor) -> list[Tensor]:
+    entry = Entry(expert)
+    return [answers(entry(**extractor.select(batch))).cpu().double() for batch in batches]

@@ -16,16 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..records import is_record, rebuilt, record_fields
+from ..rows import Proof, Reading, take
+
 # What must come from inside the blocks, and so cannot come from a record of their outputs.
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
 class TrunkRecord:
-    """What each block of the trunk gave for a batch of `rows`."""
+    """What each block of the trunk gave for a batch of `rows`, and where the rows are in that."""
 
     outputs: Mapping[str, Any]
     rows: int
+    proof: Proof
+    reading: Reading
+
+    def of(self, block: str, rows: Tensor) -> Any:
+        """What a block gave for some rows."""
+        return self._take(self.outputs[block], block, rows)
+
+    def _take(self, value: Any, path: str, rows: Tensor) -> Any:
+        if isinstance(value, Tensor):
+            return take(value, self.proof.places[path], self.reading, torch.arange(self.rows), rows)
+        if isinstance(value, Mapping) or is_record(value):
+            parts = {key: self._take(part, f"{path}.{key}", rows) for key, part in record_fields(value).items()}
+            return rebuilt(value, parts)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._take(part, f"{path}.{index}", rows) for index, part in enumerate(value))
+        return value
 
     def serves(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call can use the record: not if it asks for what happens inside blocks, or for gradients."""
@@ -58,7 +77,7 @@ class _Replay:
             return type(block).forward(block, *args, **kwargs)
         record, rows = current
         output = record.outputs[self.name]
-        return output if rows is None else _take(output, rows, record.rows)
+        return output if rows is None else record.of(self.name, rows)
 
 
 def install_replay(model: nn.Module, blocks: list[str]) -> None:
@@ -66,16 +85,3 @@ def install_replay(model: nn.Module, blocks: list[str]) -> None:
     for name in blocks:
         block = model.get_submodule(name)
         block.forward = _Replay(block, name)
-
-
-def _take(value: Any, rows: Tensor, total: int) -> Any:
-    """The given rows of whatever a block returned; tensors without rows (a bias for all) are kept."""
-    if isinstance(value, Tensor):
-        if value.ndim == 0 or value.shape[0] % total or (value.shape[0] == 1 and total > 1):
-            return value
-        by_row = value.view(total, -1, *value.shape[1:])
-        return by_row[rows.to(value.device)].flatten(0, 1)
-    if isinstance(value, Mapping):
-        parts = {key: _take(part, rows, total) for key, part in value.items()}
-        return type(value)(**parts) if type(value) is not dict else parts
-    return type(value)(_take(part, rows, total) for part in value) if isinstance(value, (list, tuple)) else value

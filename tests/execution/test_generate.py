@@ -11,7 +11,14 @@ from helpers import MIXED, TASKS, assert_same, build_retex, rows_of, take
 from open_clip import coca_model
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+)
 
 from retex_hf import InputError
 
@@ -215,24 +222,48 @@ def test_without_a_padding_token_the_end_token_pads():
     assert (own[:, alone.shape[1] :] == stop[0]).all()
 
 
-class Forbid(LogitsProcessor):
-    """Forbids one token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, self.token] = -float("inf")
-        return scores
-
-
 def test_as_many_processors_as_rows_all_reach_every_group():
     model, _, inputs = case("gpt2")
     inputs = take(inputs, [0, 1])
     first = model.generate(**inputs, **OPTIONS, task=["red", "green"])[:, 6].tolist()
-    processors = LogitsProcessorList([Forbid(token) for token in reversed(first)])
+    processors = LogitsProcessorList([SuppressTokensLogitsProcessor([token]) for token in reversed(first)])
     again = model.generate(**inputs, **OPTIONS, logits_processor=processors, task=["red", "green"])
     assert not set(again[:, 6:].flatten().tolist()) & set(first)
+
+
+class TokenOfRow(LogitsProcessor):
+    """Asks for another token in each row of the batch."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = torch.arange(len(scores))
+        return scores.index_put((rows, rows + 5), torch.tensor(1e6))
+
+
+class StopOfRow(StoppingCriteria):
+    """Stops the first row of the batch."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        return torch.arange(len(input_ids)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("logits_processor", TokenOfRow()),
+        ("logits_processor", PrefixConstrainedLogitsProcessor(lambda row, _: [row + 5], 1)),
+        ("stopping_criteria", StopOfRow()),
+    ],
+)
+def test_what_may_look_at_the_places_of_rows_is_refused_for_several_experts(name, entry):
+    model, _, inputs = case("gpt2")
+    with pytest.raises(InputError, match=f"'{name}' holds a {type(entry).__name__}, .* the 3 experts"):
+        model.generate(**inputs, **OPTIONS, **{name: [entry]}, task=MIXED)
+
+
+def test_what_may_look_at_the_places_of_rows_serves_one_expert():
+    model, _, inputs = case("gpt2")
+    output = model.generate(**inputs, max_new_tokens=2, logits_processor=[TokenOfRow()], task="red")
+    assert output[:, 6].tolist() == [5 + row for row in range(len(output))]
 
 
 @pytest.mark.parametrize("name", ["streamer", "prefix_allowed_tokens_fn", "assistant_model"])

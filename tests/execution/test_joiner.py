@@ -16,10 +16,19 @@ from transformers.models.clip.modeling_clip import CLIPOutput
 
 from retex_hf import InputError
 from retex_hf.execution import Joiner
+from retex_hf.rows import Along, AlongItems, Entries, Owned, Proof, Shared, prove
 
 INF = float("inf")
 # Rows 2 and 0 went to one expert, row 1 to another: the order within a group is free.
 GROUPS = [torch.tensor([2, 0]), torch.tensor([1])]
+TEXTS = Proof(
+    "rows",
+    {
+        "text_embeds": Shared(2), "image_embeds": Along(0, 1), "logits_per_image": Along(0, 1),
+        "logits_per_text": Along(1, 1),
+    },
+    {"odd": "depends on all rows of a batch"},
+)  # fmt: skip
 
 
 def joiner(**options) -> Joiner:
@@ -92,7 +101,7 @@ def test_the_output_class_is_kept_and_caches_are_dropped():
 def test_plain_dicts_and_tuples_keep_their_type():
     assert type(joiner().join([{"a": column(2, 0)}, {"a": column(1)}])) is dict
     parts = [(column(2, 0), torch.tensor(3.0)), (column(1), torch.tensor(3.0))]
-    output = joiner(tuple_fields=("image_features", "logit_scale")).join(parts)
+    output = joiner().join(parts)
     assert type(output) is tuple
     assert output[0].flatten().tolist() == [0, 1, 2]
     assert output[1].item() == 3.0
@@ -102,7 +111,7 @@ def test_a_field_that_does_not_follow_the_rows_is_kept_where_groups_agree():
     scale = torch.tensor(3.0)
     assert joiner().join([scale, scale.clone()], "logit_scale").shape == ()
     texts = torch.randn(5, 4)
-    output = joiner(texts_apart=True).join([texts, texts.clone()], "text_embeds")
+    output = joiner(proof=TEXTS).join([texts, texts.clone()], "text_embeds", "text_embeds")
     assert torch.equal(output, texts)
 
 
@@ -110,7 +119,7 @@ def test_a_field_that_does_not_follow_the_rows_gets_a_row_axis_where_groups_diff
     output = joiner().join([torch.tensor(3.0), torch.tensor(4.0)], "logit_scale")
     assert output.tolist() == [3.0, 4.0, 3.0]
     first, second = torch.randn(5, 4), torch.randn(5, 4)
-    output = joiner(texts_apart=True).join([first, second], "text_embeds")
+    output = joiner(proof=TEXTS).join([first, second], "text_embeds", "text_embeds")
     assert torch.equal(output, torch.stack([first, second, first]))
 
 
@@ -124,7 +133,7 @@ def test_prompts_are_not_taken_for_rows_whatever_their_number(prompts):
             logits_per_image=scores, logits_per_text=scores.T, text_embeds=texts, image_embeds=rows[:, None]
         )
 
-    output = joiner(texts_apart=True).join([part(group) for group in GROUPS])
+    output = joiner(proof=TEXTS).join([part(group) for group in GROUPS])
     expected = torch.arange(3.0)[:, None] * 10 + torch.arange(float(prompts))
     assert torch.equal(output.logits_per_image, expected)
     assert torch.equal(output.logits_per_text, expected.T)
@@ -132,14 +141,23 @@ def test_prompts_are_not_taken_for_rows_whatever_their_number(prompts):
     assert output.image_embeds.flatten().tolist() == [0, 1, 2]
 
 
-def test_everything_below_a_text_output_belongs_to_the_texts():
-    def part(rows):
-        states = BaseModelOutputWithPast(last_hidden_state=torch.ones(6, 2), hidden_states=(torch.ones(6, 2),))
-        return CLIPOutput(text_model_output=states, image_embeds=torch.zeros(rows, 1))
+def test_a_field_that_nothing_is_known_of_is_refused():
+    with pytest.raises(
+        InputError, match=r"The output 'odd' depends on all rows of a batch, so those of several experts"
+    ):
+        joiner(proof=TEXTS).join([column(2, 0), column(1)], "odd", "odd")
+    with pytest.raises(InputError, match=r"The output 'new' was not there when the call was tried"):
+        joiner(proof=TEXTS).join([column(2, 0), column(1)], "new", "new")
+    with pytest.raises(InputError, match=r"The output 'image_embeds' has 4 entries for 2 rows, and 1 per row when"):
+        joiner(proof=TEXTS).join([torch.zeros(4, 1), torch.zeros(1, 1)], "image_embeds", "image_embeds")
 
-    output = joiner(texts_apart=True).join([part(2), part(1)])
-    assert output.text_model_output.last_hidden_state.shape == (6, 2)
-    assert output.text_model_output.hidden_states[0].shape == (6, 2)
+
+def test_entries_of_an_input_go_back_to_their_places():
+    owner = torch.tensor([0, 0, 1, 2, 2])  # images of three rows
+    proof = Proof("items", {"seen": AlongItems("pixel_values", 1, 1)})
+    taken = [torch.cat([torch.arange(5.0)[owner == row] for row in group.tolist()])[:, None] for group in GROUPS]
+    output = joiner(proof=proof, reading={"pixel_values": Owned(0, owner)}).join(taken, "seen", "seen")
+    assert output.flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_losses_are_averaged_over_the_labels_that_count():
@@ -201,3 +219,42 @@ def test_plain_values_pass_where_equal_and_are_refused_where_not():
 
 def test_nothing_stays_nothing():
     assert joiner().join([None, None], "loss") is None
+
+
+def test_lists_of_what_images_have_go_back_into_their_order():
+    owner = torch.tensor([0, 1, 1, 3])  # row 2 has no image
+    proof = Proof("items", lists={"images": Entries("pixel_values"), "rows": Entries(None)})
+    joiner = Joiner(
+        rows=4, groups=[torch.tensor([3, 1]), torch.tensor([2]), torch.tensor([0])], loss_weights=[2.0, 1.0, 1.0],
+        proof=proof, reading={"pixel_values": Owned(0, owner)},
+    )  # fmt: skip
+    image, row = [torch.full((2,), float(i)) for i in range(4)], [torch.full((3,), float(i)) for i in range(4)]
+    joined = joiner.join(
+        [
+            {"images": (image[3], image[1], image[2]), "rows": [row[3], row[1]]},
+            {"images": None, "rows": [row[2]]},
+            {"images": (image[0],), "rows": [row[0]]},
+        ]
+    )
+    assert [int(entry[0]) for entry in joined["images"]] == [0, 1, 2, 3]
+    assert isinstance(joined["images"], tuple)
+    assert [int(entry[0]) for entry in joined["rows"]] == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="'images' does not follow the rows"):
+        joiner.join([{"images": (image[3],)}, {"images": None}, {"images": (image[0],)}])
+
+
+def test_a_list_that_grows_with_the_images_is_proven_to_follow_them():
+    owner = torch.tensor([0, 1, 1])
+    reading = {"x": Owned(0, owner)}
+    values = torch.arange(3.0)
+
+    def call(part):
+        return {"each": tuple(value.reshape(1) for value in part["x"]), "layers": (part["ids"], part["ids"])}
+
+    def split(reading, rows):
+        return {"x": reading["x"].take(values, rows), "ids": rows.float()}
+
+    proof = prove(call, split, {"items": reading}, 2)
+    assert proof.lists == {"each": Entries("x")}
+    assert proof.places == {"layers.0": Along(0, 1), "layers.1": Along(0, 1)}
+    assert not proof.refused

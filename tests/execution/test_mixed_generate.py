@@ -8,6 +8,7 @@ from families import VOCAB, tokens
 from helpers import MIXED, TASKS, build_retex, rows_of
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation import MaxTimeCriteria
 
 from retex_hf import RetexModel
 
@@ -150,16 +151,18 @@ def test_sampling_is_repeatable(models):
     assert torch.equal(*samples) and len(samples[0]) == 2 * ROWS
 
 
-def test_a_probe_calls_nothing_of_the_user():
+def test_a_probe_calls_nothing_of_the_user(monkeypatch):
     model, _ = build_retex("gpt2", rank=4)
     lengths = []
 
-    def stop(ids: Tensor, scores: Tensor, **_) -> Tensor:
+    def stop(self, ids: Tensor, scores: Tensor, **_) -> Tensor:
         lengths.append(tuple(ids.shape))
         return torch.zeros(len(ids), dtype=torch.bool)
 
     model.execution = "mixed"
-    model.generate(**inputs_of("gpt2"), **OPTIONS, task=MIXED, stopping_criteria=[stop], eos_token_id=[])
+    monkeypatch.setattr(MaxTimeCriteria, "__call__", stop)
+    criteria = [MaxTimeCriteria(max_time=600)]
+    model.generate(**inputs_of("gpt2"), **OPTIONS, task=MIXED, stopping_criteria=criteria, eos_token_id=[])
     assert lengths == [(ROWS, 6 + step) for step in range(1, 7)]
 
 

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retex_hf.execution import Group, Splitter
+from retex_hf.execution import Group
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
 from retex_hf.execution.mixed.call import Certificate, MixedCall, Segment, _current
 from retex_hf.execution.mixed.sources import Recovered
 from retex_hf.execution.mixed.tensor import DESCRIPTIONS, ELEMENTWISE, PER_VALUE, TaskTensor
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
+from retex_hf.rows import Splitter
 
 TASKS = 3
 # Rows per task; five rows divide none of the other sizes here.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 
 from retex_hf import InputError
-from retex_hf.execution import Splitter, count_rows
-from retex_hf.execution.batching import INSEPARABLE, NOT_ROWS
+from retex_hf.execution.joining import INSEPARABLE, check_separable
+from retex_hf.rows import NOT_ROWS, Splitter, count_rows, readings
 
 ROWS = torch.tensor([0, 3])
 
@@ -63,32 +64,25 @@ def test_encoder_outputs_follow_the_rows_as_output_and_as_tuple():
 
 def test_a_wrong_number_of_rows_is_refused_by_name():
     kwargs = {"input_ids": torch.zeros(4, 3), "token_type_ids": torch.zeros(3, 3)}
-    with pytest.raises(InputError, match=r"'token_type_ids' has 3 rows, but the batch has 4"):
-        Splitter(4, NOT_ROWS).check(kwargs, groups=2)
+    with pytest.raises(InputError, match=r"'token_type_ids' has 3 entries in a batch of 4 rows"):
+        readings(nn.Identity(), kwargs, 4, NOT_ROWS)
 
 
 def test_arguments_that_stay_whole_may_have_any_number_of_rows():
     kwargs = {"input_ids": torch.zeros(4, 3), "position_ids": torch.zeros(1, 3), "cache_position": torch.arange(3)}
-    Splitter(4, NOT_ROWS).check(kwargs, groups=2)
+    assert list(readings(nn.Identity(), kwargs, 4, NOT_ROWS)["rows"]) == ["input_ids"]
 
 
 @pytest.mark.parametrize("name", INSEPARABLE)
 def test_what_serves_one_expert_only_is_refused_for_several(name):
-    kwargs = {"input_ids": torch.zeros(4, 3), name: object()}
     with pytest.raises(InputError, match=f"'{name}' cannot serve the 3 experts this batch needs"):
-        Splitter(4, NOT_ROWS).check(kwargs, groups=3)
-    Splitter(4, NOT_ROWS).check(kwargs, groups=1)
+        check_separable({"input_ids": torch.zeros(4, 3), name: object()}, groups=3)
 
 
 @pytest.mark.parametrize("name", INSEPARABLE)
 @pytest.mark.parametrize("value", [None, False])
 def test_switched_off_it_is_no_obstacle(name, value):
-    Splitter(4, NOT_ROWS).check({"input_ids": torch.zeros(4, 3), name: value}, groups=3)
-
-
-def test_nothing_is_checked_where_nothing_is_split():
-    # Images of several sizes or numbers per row are one expert's business.
-    Splitter(4, NOT_ROWS).check({"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(9, 5)}, groups=1)
+    check_separable({"input_ids": torch.zeros(4, 3), name: value}, groups=3)
 
 
 def test_rows_are_counted_on_the_named_inputs_first():

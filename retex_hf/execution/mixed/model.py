@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.utils import ModelOutput
 
+from ...records import is_record, rebuilt, record_fields
 from ...recovery import RecoveryModule
+from ...rows import Splitter, numbers_per_row
 from ..assignment import Group
-from ..batching import COLUMN_FIELDS, Splitter, numbers_per_row
 from ..experts import ExpertCache, copy_with, is_plain, names_of
 from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
@@ -24,6 +24,8 @@ from .sources import Head, Recovered, TensorSource
 from .tensor import TaskTensor
 
 # How far a pair of rows may be from the two rows alone, relative to the largest entry of the output.
+# Outputs that have the images along their second axis.
+COLUMN_FIELDS = frozenset({"logits_per_text", "text_logits"})
 PROBE_TOLERANCE = 1e-3
 
 
@@ -257,9 +259,8 @@ def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
         if len(values) == 1:
             return values[0]
         return torch.stack(values)[call.index(call.rows, output.device)]
-    if isinstance(output, Mapping):
-        plain = {key: _plain(call, value, str(key)) for key, value in output.items()}
-        return type(output)(**plain) if isinstance(output, ModelOutput) else plain
+    if isinstance(output, Mapping) or is_record(output):
+        return rebuilt(output, {key: _plain(call, value, str(key)) for key, value in record_fields(output).items()})
     if type(output) in (list, tuple):
         return type(output)(_plain(call, value, name) for value in output)
     return output
@@ -268,8 +269,8 @@ def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
 def _tensors(value: Any, name: str = "output") -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(name, value)]
-    if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _tensors(item, str(key))]
+    if isinstance(value, Mapping) or is_record(value):
+        return [found for key, item in record_fields(value).items() for found in _tensors(item, str(key))]
     if isinstance(value, (list, tuple)):
         return [found for item in value for found in _tensors(item, name)]
     return []

@@ -35,7 +35,7 @@ def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, trans
 
     `out` and `x` have the rows along their leading axis and features along the last.
     """
-    own, common = source.acting_factors(call, transposed)
+    own, common = source.acting_factors(call, transposed, x.device)
     # Written for x @ A_t @ B (or x @ A @ B_t): which factor meets the input first?
     own_first = transposed != source.shared_first
     result = out.reshape(-1, out.shape[-1]).float()
@@ -53,18 +53,23 @@ def scaled(call: MixedCall, out: Tensor, source: Recovered) -> Tensor:
     scales = source.scales(call)
     if scales is None:
         return out
-    gammas = torch.stack(scales).to(out.dtype)[call.index(len(out), out.device)]
+    gammas = torch.stack(scales).to(out.device, out.dtype)[call.index(len(out), out.device)]
     return out * gammas.view(-1, *[1] * (out.ndim - 1))
 
 
 def _segmentwise(call: MixedCall, func: Callable, x: Tensor, per_row: int, *parameters: Any) -> Tensor:
     """A function on each segment's rows with its own parameters; heads of different widths are padded with -inf."""
-    columns = [values_of(call, parameter) for parameter in parameters]
+    columns = [_beside(x, values_of(call, parameter)) for parameter in parameters]
     outputs = [
         func(x[part], *(column[number] for column in columns)) for number, part in enumerate(call.slices(per_row))
     ]
     width = max(output.shape[-1] for output in outputs)
     return torch.cat([F.pad(output, (0, width - output.shape[-1]), value=float("-inf")) for output in outputs])
+
+
+def _beside(x: Tensor, values: list[Any]) -> list[Any]:
+    """Values on the device of an input: a head whose layer is offloaded does not know where that runs."""
+    return [value.to(x.device) if isinstance(value, Tensor) else value for value in values]
 
 
 def linear(call: MixedCall, func: Callable, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,7 +125,7 @@ def embedding(call: MixedCall, func: Callable, ids: Tensor, weight: Tensor, *arg
         return _segmentwise(call, lambda rows, table: func(rows, table, *args, **kwargs), ids, per_row, weight)
     source = weight.source
     out = scaled(call, func(ids, source.merged, *args, **kwargs), source)
-    generated, shared = source.factors(call)
+    generated, shared = source.factors(call, ids.device)
     parts = call.slices(per_row)
     with full_precision(out.device):
         if shared is None:
@@ -245,7 +250,7 @@ def convolution(
         out = _segmentwise(call, lambda rows, kernel: func(rows, kernel, None, *where), x, per_row, weight)
     else:
         source = weight.source
-        generated, shared = source.factors(call)
+        generated, shared = source.factors(call, x.device)
         out = scaled(call, func(x, source.merged, None, *where), source)
         parts = call.slices(per_row)
         with full_precision(x.device):

@@ -100,12 +100,13 @@ class Recovered(TensorSource):
     @torch.no_grad()  # gradients of a call in evaluation mode end at the inputs
     def _vectors(self, call: MixedCall) -> list[Tensor]:
         """Vectors are many and small: those of all segments at once."""
-        scalar, scales = self.recovery[self.name].factor("shared"), self.scales(call)
+        device, scales = self.merged.device, self.scales(call)
+        scalar = self.recovery[self.name].factor("shared").to(device)
         merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
-        with full_precision(call.device):
+        with full_precision(device):
             if scales is not None:
-                merged = merged * torch.stack(scales).view(-1, *[1] * self.merged.ndim)
-            offsets = torch.stack(self._generated(call)).view(merged.shape)
+                merged = merged * torch.stack(scales).to(device).view(-1, *[1] * self.merged.ndim)
+            offsets = torch.stack(self._generated(call)).to(device).view(merged.shape)
             return list(torch.addcmul(merged, offsets, scalar).to(self.merged.dtype))
 
     def _generated(self, call: MixedCall) -> list[Tensor]:
@@ -126,18 +127,29 @@ class Recovered(TensorSource):
                 for segment in call.segments
             ]
 
-    def factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
-        """`G_t` of every segment and the shared factor: the offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it
-        is stored whole. Float32. ReTeX-E's inner factor is multiplied into the shared one: `A_t (B S)`.
+    def factors(self, call: MixedCall, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+        """`G_t` of every segment and the shared factor, on the device of what they meet: the offset is `G_t @ S` (or
+        `S @ G_t`), or `G_t` alone where it is stored whole. Float32. ReTeX-E's inner factor is multiplied into the
+        shared one: `A_t (B S)`.
         """
-        return call.kept(("factors", self.name), lambda: self._factors(call))
 
-    def acting_factors(self, call: MixedCall, transposed: bool) -> tuple[OwnFactors, Tensor | None]:
+        def moved() -> tuple[list[Tensor], Tensor | None]:
+            generated, shared = self._factors(call)
+            return [factor.to(device) for factor in generated], None if shared is None else shared.to(device)
+
+        return call.kept(("factors", self.name, device), moved)
+
+    def acting_factors(
+        self, call: MixedCall, transposed: bool, device: torch.device
+    ) -> tuple[OwnFactors, Tensor | None]:
         """The factors as they stand to the right of an input: transposed, unless the parameter itself is."""
-        return call.kept(("acting", self.name, transposed), lambda: self._acting_factors(call, transposed))
+        key = ("acting", self.name, transposed, device)
+        return call.kept(key, lambda: self._acting_factors(call, transposed, device))
 
-    def _acting_factors(self, call: MixedCall, transposed: bool) -> tuple[OwnFactors, Tensor | None]:
-        generated, shared = self.factors(call)
+    def _acting_factors(
+        self, call: MixedCall, transposed: bool, device: torch.device
+    ) -> tuple[OwnFactors, Tensor | None]:
+        generated, shared = self.factors(call, device)
         own = OwnFactors(generated if transposed else [factor.T for factor in generated])
         return own, shared if transposed or shared is None else shared.T
 

@@ -1,0 +1,264 @@
+"""Put the outputs of the parts of a batch together again, field by field."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..records import is_record, rebuilt, record_fields
+from ..rows import Along, AlongItems, Entries, Place, Proof, Reading, Shared, entries_of
+
+logger = logging.getLogger(__name__)
+
+# Arguments that carry the state of one generation, or answer one call: they cannot serve several groups.
+INSEPARABLE = (
+    "past_key_values", "cache_params", "streamer", "prefix_allowed_tokens_fn", "assistant_model", "return_loss",
+    "synced_gpus",
+)  # fmt: skip
+# Arguments of `generate` that are called with the rows of one group, under numbers of their own.
+CALLED_WITH_ROWS = ("logits_processor", "stopping_criteria")
+# Those of transformers' own that hold something of each row.
+OF_ROWS = frozenset(
+    {"PrefixConstrainedLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
+     "EncoderNoRepeatNGramLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
+)  # fmt: skip
+# What models give unasked, beside what they are for.
+BY_PRODUCTS = frozenset({"image_hidden_states", "video_hidden_states", "audio_hidden_states", "loss"})
+CACHE_FIELDS = frozenset({"past_key_values", "cache_params", "mems", "past_buckets_states", "rope_deltas"})
+
+
+def check_separable(kwargs: Mapping[str, Any], groups: int) -> None:
+    """Refuse arguments that serve one expert only."""
+    for name in INSEPARABLE:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise InputError(
+                f"{name!r} cannot serve the {groups} experts this batch needs: call once per task with task=."
+            )
+    for name in CALLED_WITH_ROWS:
+        for entry in kwargs.get(name) or ():
+            kind = type(entry)
+            if not kind.__module__.startswith("transformers.") or kind.__name__ in OF_ROWS:
+                raise InputError(
+                    f"{name!r} holds a {kind.__name__}, which may tell rows apart by their places in the batch, and "
+                    f"cannot serve the {groups} experts this batch needs: call once per task with task=."
+                )
+
+
+class CannotJoin(InputError):
+    """A field of the outputs of several experts cannot be put together."""
+
+
+@dataclass
+class Joiner:
+    """Puts the outputs of groups back in row order.
+
+    Every field that follows the rows (one or several entries per row) is scattered to its rows; shorter ones are padded
+    on the right. A field that does not follow the rows is kept where all groups agree, and otherwise gets a leading row
+    axis. Losses are averaged by `loss_weights`. Caches belong to one expert and are dropped.
+
+    Where the rows are in a field is what `proof` found, with the `reading` of the inputs. Without one (of `generate`,
+    whose outputs are known), the first axis has them. `unnamed_heads`: experts have heads of their own, and nothing
+    says which output is that of the head.
+    """
+
+    rows: int
+    groups: list[Tensor]
+    loss_weights: list[float]
+    sum_losses: bool = False
+    pad_token_id: int = 0
+    num_beams: int = 1
+    proof: Proof | None = None
+    reading: Reading = field(default_factory=dict)
+    unnamed_heads: bool = False
+
+    def join(self, outputs: list[Any], name: str = "", path: str = "") -> Any:
+        """Combine one field (or the whole output) of all groups; `path` leads to it."""
+        present = [output for output in outputs if output is not None]
+        if not present or name in CACHE_FIELDS:
+            return None
+        first = present[0]
+        if self.proof is not None and path in self.proof.lists:
+            return self._join_lists([output or () for output in outputs], self.proof.lists[path], type(first), name)
+        if isinstance(first, Tensor) and isinstance(self._known(path), AlongItems):
+            nothing = first.new_zeros((0, *first.shape[1:]))  # of groups without images
+            return self._join_tensors([nothing if output is None else output for output in outputs], name, path)
+        if isinstance(first, Tensor):
+            return self._join_tensors(self._complete(outputs, name), name, path)
+        if isinstance(first, Mapping):
+            values = {key: [output.get(key) if output else None for output in outputs] for key in first}
+            fields = {key: self._join_field(given, key, _below(path, key)) for key, given in values.items()}
+            return rebuilt(first, fields)
+        if is_record(first):
+            values = [{} if output is None else record_fields(output) for output in outputs]
+            fields = {
+                key: self.join([v.get(key) for v in values], key, _below(path, key)) for key in record_fields(first)
+            }
+            return rebuilt(first, fields)
+        if self._is_list_of_rows(outputs):
+            entries = {
+                int(row): entry
+                for g, output in zip(self.groups, outputs, strict=True)
+                for row, entry in zip(g, output, strict=True)
+            }
+            return [entries[row] for row in range(self.rows)]
+        if isinstance(first, (list, tuple)):
+            longest = enumerate(zip_longest(*(output or () for output in outputs)))
+            return type(first)(self.join(list(parts), name, _below(path, index)) for index, parts in longest)
+        if all(output == first for output in outputs):
+            return first
+        raise CannotJoin(f"The outputs {name!r} of several experts cannot be combined: call once per task with task=.")
+
+    def _join_field(self, outputs: list[Any], name: str, path: str) -> Any:
+        """Join a field; a by-product that cannot be joined is left out, which is said."""
+        try:
+            return self.join(outputs, name, path)
+        except CannotJoin as error:
+            if name not in BY_PRODUCTS:
+                raise
+            logger.warning("%s It is left out.", error)
+            return None
+
+    def _join_lists(self, lists: list[Any], place: Entries, kind: type, name: str) -> Any:
+        """Put a list of what rows, or their images, have back into order."""
+        owner = place.owner(self.reading, self.rows)
+        taken = [entries_of(owner, group).tolist() for group in self.groups]
+        if [len(entries) for entries in lists] != [len(indices) for indices in taken]:
+            raise CannotJoin(
+                f"The output {name!r} does not follow the rows, as when the call was tried: call once per task with "
+                "task=."
+            )
+        entries = dict(zip(chain.from_iterable(taken), chain.from_iterable(lists), strict=True))
+        return kind(entries[index] for index in range(len(owner)))
+
+    def _is_list_of_rows(self, outputs: list[Any]) -> bool:
+        """A list with one entry per row (Whisper's segments); lists of tensors have one per layer or step."""
+        return all(
+            isinstance(output, list) and len(output) == len(group) and not isinstance(output[0], Tensor)
+            for output, group in zip(outputs, self.groups, strict=True)
+        )
+
+    def _complete(self, tensors: list[Tensor | None], name: str) -> list[Tensor]:
+        """Stand-ins for groups that had finished generating: they emit padding with certainty."""
+        known, rows = next((t, len(g)) for t, g in zip(tensors, self.groups, strict=True) if t is not None)
+        completed = []
+        for tensor, group in zip(tensors, self.groups, strict=True):
+            if tensor is None:
+                shape = (len(known) * len(group) // rows, *known.shape[1:])
+                tensor = known.new_full(shape, self._fill(name))
+                if name in ("scores", "logits"):
+                    tensor[..., self.pad_token_id] = 0
+            completed.append(tensor)
+        return completed
+
+    def _fill(self, name: str) -> float:
+        if name in ("scores", "logits"):
+            return float("-inf")
+        return {"sequences": self.pad_token_id, "": self.pad_token_id, "beam_indices": -1}.get(name, 0)
+
+    def _join_tensors(self, tensors: list[Tensor], name: str, path: str) -> Tensor:
+        if name.endswith("loss") and tensors[0].ndim == 0:
+            return self._join_losses(tensors)
+        if name == "beam_indices":
+            tensors = [self._rebase(tensor, group) for tensor, group in zip(tensors, self.groups, strict=True)]
+        place = self._place(tensors, path)
+        if isinstance(place, Shared) and tensors[0].ndim > place.ndim:  # in one pass, what tasks share is given per row
+            place = Along(0, 1)
+        if isinstance(place, AlongItems):
+            return self._scatter_items(tensors, place, name)
+        if isinstance(place, Along):
+            moved = [tensor.movedim(place.axis, 0) for tensor in tensors]
+            return self._scatter(moved, place.per_row, name).movedim(0, place.axis)
+        if all(tensor.shape == tensors[0].shape and torch.equal(tensor, tensors[0]) for tensor in tensors):
+            return tensors[0]
+        repeated = [tensor.expand(len(g), *tensor.shape) for tensor, g in zip(tensors, self.groups, strict=True)]
+        return self._scatter(repeated, 1, name)
+
+    def _join_losses(self, losses: list[Tensor]) -> Tensor:
+        if self.sum_losses:
+            return torch.stack(losses).sum()
+        # The mean over no labels is NaN; such a group has nothing to say, unless all are like that.
+        counted = [(weight, loss) for weight, loss in zip(self.loss_weights, losses, strict=True) if weight]
+        if not counted:
+            return losses[0]
+        return sum(weight * loss for weight, loss in counted) / sum(weight for weight, _ in counted)
+
+    def _known(self, path: str) -> Place | None:
+        return None if self.proof is None else self.proof.places.get(path)
+
+    def _place(self, tensors: list[Tensor], path: str) -> Place:
+        """Where the rows are in a field."""
+        if self.proof is None:
+            per_row = self._entries_per_row(tensors)
+            return Along(0, per_row) if per_row else Shared(tensors[0].ndim)
+        if path not in self.proof.places:
+            reason = self.proof.refused.get(path, "was not there when the call was tried")
+            raise CannotJoin(
+                f"The output {path!r} {reason}, so those of several experts cannot be put together: "
+                "call once per task with task=."
+            )
+        place = self.proof.places[path]
+        if isinstance(place, Along):
+            for tensor, group in zip(tensors, self.groups, strict=True):
+                if tensor.shape[place.axis] != place.per_row * len(group):
+                    raise CannotJoin(
+                        f"The output {path!r} has {tensor.shape[place.axis]} entries for {len(group)} rows, and "
+                        f"{place.per_row} per row when the call was tried: call once per task with task=."
+                    )
+        return place
+
+    def _scatter_items(self, tensors: list[Tensor], place: AlongItems, name: str) -> Tensor:
+        """Put what belongs to the entries of an input back into their order."""
+        owner = place.owner(self.reading)
+        taken = torch.cat([entries_of(owner, group) for group in self.groups])
+        if [len(tensor) for tensor in tensors] != [len(entries_of(owner, group)) for group in self.groups]:
+            raise CannotJoin(
+                f"The output {name!r} does not follow the entries of {place.name!r}, as when the call was tried: call "
+                "once per task with task=."
+            )
+        trailing = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        padded = [_padded(tensor, trailing, self._fill(name)) for tensor in tensors]
+        return torch.cat(padded)[torch.argsort(taken).to(padded[0].device)]
+
+    def _entries_per_row(self, tensors: list[Tensor]) -> int | None:
+        """How many entries of the leading axis belong to a row, if that is the same whole number in all groups."""
+        counts = {
+            len(tensor) // len(group) if tensor.ndim and len(tensor) % len(group) == 0 else None
+            for tensor, group in zip(tensors, self.groups, strict=True)
+        }
+        return counts.pop() if len(counts) == 1 else None
+
+    def _scatter(self, tensors: list[Tensor], per_row: int, name: str) -> Tensor:
+        trailing = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        # Of heads whose classes nobody has named, a narrower one says nothing of the classes of a wider one.
+        narrow = self.unnamed_heads and tensors[0].is_floating_point()
+        fill = float("-inf") if narrow else self._fill(name)
+        joined = tensors[0].new_full((self.rows * per_row, *trailing), fill)
+        by_row = joined.view(self.rows, per_row, *trailing)
+        for tensor, group in zip(tensors, self.groups, strict=True):
+            index = (group.to(tensor.device), slice(None), *(slice(size) for size in tensor.shape[1:]))
+            by_row[index] = tensor.reshape(len(group), per_row, *tensor.shape[1:]).to(joined.dtype)
+        return joined
+
+    def _rebase(self, indices: Tensor, group: Tensor) -> Tensor:
+        """Beam indices count the beams of a group; make them count the beams of the batch. -1 marks the end."""
+        rows = group.to(indices.device)[indices.clamp(min=0) // self.num_beams]
+        return torch.where(indices < 0, indices, rows * self.num_beams + indices % self.num_beams)
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _padded(tensor: Tensor, trailing: list[int], fill: float) -> Tensor:
+    if list(tensor.shape[1:]) == trailing:
+        return tensor
+    wide = tensor.new_full((len(tensor), *trailing), fill)
+    wide[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+    return wide

@@ -1,0 +1,28 @@
+"""Whose is it? Which entries of the inputs and outputs of a model belong to which row of a batch."""
+
+from .ownership import ITEM_INPUTS, Owned, Reading, entries_of, pattern, readings
+from .proof import Along, AlongItems, Entries, Place, Proof, Shared, leaves, prove, take
+from .splitting import NOT_ROWS, TEXT_INPUTS, Splitter, count_rows, numbers_per_row
+
+__all__ = [
+    "ITEM_INPUTS",
+    "NOT_ROWS",
+    "TEXT_INPUTS",
+    "Along",
+    "AlongItems",
+    "Entries",
+    "Owned",
+    "Place",
+    "Proof",
+    "Reading",
+    "Shared",
+    "Splitter",
+    "count_rows",
+    "entries_of",
+    "leaves",
+    "numbers_per_row",
+    "pattern",
+    "prove",
+    "readings",
+    "take",
+]

@@ -1,0 +1,280 @@
+"""Prove how a kind of call is taken apart and put together, on the merged model, before experts get parts of a batch.
+
+Some rows run alone and together with others. What a row gets must be the same both times: then the inputs were its own.
+The axis of an output along which there is more when there are more rows is the axis of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, RetexError, first_line
+from ..records import is_record, record_fields
+from .ownership import Reading, entries_of
+
+# Of the largest number in a field: what rounding may change when a row runs in another company.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+ROUGH = 5e-2
+
+
+@dataclass(frozen=True)
+class Along:
+    """A field of an output has `per_row` entries of each row along an axis."""
+
+    axis: int
+    per_row: int
+
+
+@dataclass(frozen=True)
+class AlongItems:
+    """A field of an output has along its first axis `each` entries for every `merged` of an input (`name`), which
+    belong to rows: of images, say, or for every four patches."""
+
+    name: str
+    each: int
+    merged: int
+
+    def owner(self, reading: Reading) -> Tensor:
+        """The row of each entry."""
+        owner = reading[self.name].owner
+        assert owner is not None
+        return owner.reshape(-1, self.merged)[:, 0].repeat_interleave(self.each)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A field of an output, of so many axes, is the same whatever rows there are."""
+
+    ndim: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A list in an output has one tensor for every row, or for every entry of an input (`name`)."""
+
+    name: str | None
+
+    def owner(self, reading: Reading, rows: int) -> Tensor:
+        """The row of each tensor."""
+        owner = None if self.name is None else reading[self.name].owner
+        return torch.arange(rows) if owner is None else owner
+
+
+Place = Along | AlongItems | Shared
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a kind of call is read (`reading` names one of `readings`), and where the rows are in its outputs.
+
+    `places` has the fields by path, `lists` those that are lists of what rows have. `refused` says of others what is
+    wrong with them.
+    """
+
+    reading: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, Entries] = field(default_factory=dict)
+
+    @property
+    def worth(self) -> tuple[bool, int]:
+        """The better of two readings is the one that gives something to rows, and leaves less open."""
+        useful = any(not isinstance(place, Shared) for place in self.places.values()) or bool(self.lists)
+        return useful, -len(self.refused)
+
+
+def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of an output, by path."""
+    if isinstance(output, Tensor):
+        yield path, output
+    elif isinstance(output, Mapping) or is_record(output):
+        for key, value in record_fields(output).items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(output, (list, tuple)):
+        for index, value in enumerate(output):
+            yield from leaves(value, f"{path}.{index}" if path else str(index))
+
+
+def lists_of(output: Any, path: str = "") -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """All lists of tensors in an output, by path."""
+    if isinstance(output, Mapping) or is_record(output):
+        for key, value in record_fields(output).items():
+            yield from lists_of(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(output, (list, tuple)) and output and all(isinstance(value, Tensor) for value in output):
+        yield path, output
+    elif isinstance(output, (list, tuple)):
+        for index, value in enumerate(output):
+            yield from lists_of(value, f"{path}.{index}" if path else str(index))
+
+
+def prove(
+    call: Callable[[Mapping[str, Any]], Any],
+    split: Callable[[Reading, Tensor], dict[str, Any]],
+    given: Mapping[str, Reading],
+    rows: int,
+    parts: list[Tensor] | None = None,
+) -> Proof:
+    """Find the reading under which rows get the same alone and together; refuse where there is none.
+
+    Args:
+        call: Runs the model on a part of the batch.
+        split: Takes the given rows out of the batch, by a reading.
+        given: The readings there are, the likelier first.
+        rows: Of the batch. One row is told apart from two of itself.
+        parts: The rows that are to run apart. Without, two rows stand for all, which is enough where every row has one
+            entry of everything.
+    """
+    # Positions in what runs together.
+    together = torch.arange(2) % rows if parts is None else torch.arange(rows)
+    alone = [torch.arange(1)] if parts is None else parts
+    best: Proof | None = None
+    problem = ""
+    for name, reading in given.items():
+        outputs: list[Any] = []
+        try:
+            for part in (together, *(together[some] for some in alone)):
+                outputs.append(call(split(reading, part)))
+        except RetexError:
+            raise
+        except Exception as error:  # a reading that gives a row what is not its own may be anything to the model
+            if len(given) == 1 and not outputs:
+                if len(together) < rows:
+                    call(split(reading, torch.arange(rows)))
+                    raise InputError(_apart(error)) from error
+                raise  # it is the batch that is wrong, and the model says how
+            problem = _apart(error)
+            continue
+        found = _compare(name, reading, outputs[0], outputs[1:], together, alone)
+        if best is None or found.worth > best.worth:
+            best = found
+        if best is found and not found.refused:
+            break
+    if best is None:
+        raise InputError(problem)
+    return best
+
+
+def _apart(error: Exception) -> str:
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return f"The rows of this batch cannot be taken apart ({reason}): call once per task with task=."
+
+
+def take(tensor: Tensor, place: Place, reading: Reading, batch: Tensor, positions: Tensor) -> Tensor:
+    """What some rows have of a field: those at the given positions of the batch that the field is an output of."""
+    if isinstance(place, Shared):
+        return tensor
+    if isinstance(place, AlongItems):
+        owner = place.owner(reading)
+        counts = torch.stack([(owner == row).sum() for row in batch])
+        index = entries_of(torch.arange(len(batch)).repeat_interleave(counts), positions)
+        return tensor[index.to(tensor.device)]
+    by_row = tensor.unflatten(place.axis, (len(batch), place.per_row))
+    return by_row.index_select(place.axis, positions.to(tensor.device)).flatten(place.axis, place.axis + 1)
+
+
+def _compare(
+    name: str, reading: Reading, together_gives: Any, alone_give: list[Any], together: Tensor, alone: list[Tensor]
+) -> Proof:
+    lists = _compare_lists(
+        reading, dict(lists_of(together_gives)), [dict(lists_of(gives)) for gives in alone_give], together, alone
+    )
+    parts = [dict(leaves(gives)) for gives in alone_give]
+    places: dict[str, Place] = {}
+    refused: dict[str, str] = {}
+    for path, tensor in leaves(together_gives):
+        if path.rpartition(".")[0] in lists:
+            continue
+        if tensor.layout != torch.strided:
+            refused[path] = "is sparse"
+            continue
+        others = [part.get(path) for part in parts]
+
+        def fits(place: Along | AlongItems, tensor: Tensor = tensor, others: list[Tensor | None] = others) -> bool:
+            taken = (take(tensor, place, reading, together, some) for some in alone)
+            axis = place.axis if isinstance(place, Along) else 0
+            return all(_same_entries(one, other, axis) for one, other in zip(taken, others, strict=True))
+
+        found = next(filter(fits, _candidates(reading, tensor, len(together))), None)
+        if found is not None:
+            places[path] = found
+        elif all(other is not None and tensor.shape == other.shape and _equal(tensor, other) for other in others):
+            places[path] = Shared(tensor.ndim)
+        elif any(other is None or other.ndim != tensor.ndim for other in others):
+            refused[path] = "has another form when there are fewer rows"
+        else:
+            refused[path] = "is not of each row the same alone and together with others"
+    return Proof(name, places, refused, lists)
+
+
+def _same_entries(taken: Tensor, other: Tensor | None, axis: int) -> bool:
+    """Whether rows have the same of a field together with others (`taken`) and alone; None is what they do not have."""
+    if other is None:
+        return taken.shape[axis] == 0
+    return other.ndim == taken.ndim and other.shape[axis] == taken.shape[axis] and _equal(taken, other)
+
+
+def _compare_lists(
+    reading: Reading,
+    whole: Mapping[str, Sequence[Tensor]],
+    parts: list[dict[str, Sequence[Tensor]]],
+    together: Tensor,
+    alone: list[Tensor],
+) -> dict[str, Entries]:
+    """The lists that are longer when there are more rows, and have the same of a row both times."""
+    found: dict[str, Entries] = {}
+    names = [None, *(name for name, owned in reading.items() if owned.owner is not None)]
+    for path, tensors in whole.items():
+        for place in map(Entries, names):
+            owner = place.owner(reading, int(together.max()) + 1)
+            counts = torch.stack([(owner == row).sum() for row in together])
+            positions = torch.arange(len(together)).repeat_interleave(counts)
+            if len(tensors) != len(positions):
+                continue
+            indices = [entries_of(positions, some).tolist() for some in alone]
+            fewer = [part.get(path, ()) for part in parts]
+            if any(
+                len(index) != len(few) or len(few) == len(tensors) for index, few in zip(indices, fewer, strict=True)
+            ):
+                continue
+            pairs = zip(chain.from_iterable(indices), chain.from_iterable(fewer), strict=True)
+            if all(tensors[i].ndim == other.ndim and _equal(tensors[i], other) for i, other in pairs):
+                found[path] = place
+                break
+    return found
+
+
+def _candidates(reading: Reading, tensor: Tensor, rows: int) -> Iterator[Along | AlongItems]:
+    for axis, size in enumerate(tensor.shape):
+        if size and size % rows == 0:
+            yield Along(axis, size // rows)
+    for name, owned in reading.items():
+        if owned.owner is None or not tensor.ndim or not len(tensor) or not len(owned.owner):
+            continue
+        ratio = Fraction(len(tensor), len(owned.owner))
+        if len(owned.owner) % ratio.denominator == 0:
+            yield AlongItems(name, ratio.numerator, ratio.denominator)
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same, up to rounding; where one is larger, what both have."""
+    common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
+    first, second = first[common], second[common]
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    tolerance = TOLERANCE.get(first.dtype, ROUGH)
+    first, second = first.cpu().double(), second.cpu().double()  # which not every device has
+    finite = first.isfinite()
+    if not torch.equal(finite, second.isfinite()):
+        return False
+    first, second = first[finite], second[finite]
+    if not first.numel():
+        return True
+    largest = max(float(first.abs().max()), 1e-6)
+    return float((first - second).abs().max()) <= tolerance * largest
