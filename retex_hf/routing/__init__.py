@@ -1,19 +1,24 @@
 """Which expert does an input need? Features, signatures, decision."""
 
 from .decision import Routing, decide
-from .features import FeatureExtractor, feature_blocks, pool, resolve_feature_layers
-from .fitting import as_batches, fit_signatures, noted, reference_features
+from .features import Entry, FeatureExtractor
+from .fitting import as_batches, fit_signatures, noted, reference_features, trying
+from .layers import block_lists, candidate_layers, feature_blocks
+from .pooling import pool
 from .signatures import Signatures, fit_signature, held_out_accuracy, shallowest_good
 from .trunk import describe_trunk, keeps_cache, trunk_parameters
 from .weights import WeightScorer, WeightSignatures
 
 __all__ = [
+    "Entry",
     "FeatureExtractor",
     "Routing",
     "Signatures",
     "WeightScorer",
     "WeightSignatures",
     "as_batches",
+    "block_lists",
+    "candidate_layers",
     "decide",
     "describe_trunk",
     "feature_blocks",
@@ -24,7 +29,7 @@ __all__ = [
     "noted",
     "pool",
     "reference_features",
-    "resolve_feature_layers",
     "shallowest_good",
     "trunk_parameters",
+    "trying",
 ]

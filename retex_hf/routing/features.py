@@ -8,14 +8,31 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from ..config import RetexConfig
 from ..errors import ConfigError, InputError
 from ..libraries import library_of
+from ..rows import (
+    NOT_ROWS,
+    TEXT_INPUTS,
+    Along,
+    AlongItems,
+    Proof,
+    Reading,
+    Splitter,
+    count_rows,
+    leaves,
+    pattern,
+    prove,
+    readings,
+)
+from .axes import axes_by_size, axis_by_gradient
+from .pooling import Layout, pool_rows
 
 # Arguments of `forward` that say what to compute or return, not what the input is.
 NOT_INPUTS = frozenset(
@@ -33,90 +50,101 @@ class _FeaturesReady(Exception):
     """Ends a forward pass once the last wanted module has answered; its message is for a pass that escapes us."""
 
 
-def feature_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that features can be read from: the elements of the largest outermost block list."""
-    root = library_of(model).feature_root(model)
-    prefix = next(name for name, module in model.named_modules() if module is root)
-    lists: list[tuple[int, list[str]]] = []
-    taken: list[str] = []
-    for name, module in root.named_modules():
-        if any(name.startswith(parent + ".") for parent in taken):
-            continue
-        if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            taken.append(name)
-            size = sum(parameter.numel() for parameter in module.parameters())
-            lists.append((size, [f"{name}.{child}" for child, _ in module.named_children()]))
-    # Stages that are plain attributes (OpenCLIP's ResNet: layer1 ... layer4) outweigh any one list inside the root.
-    stages = [name for name, module in root.named_children() if isinstance(module, nn.Sequential)]
-    if len(stages) > 1 and not any(isinstance(module, nn.ModuleList) for module in root.children()):
-        size = sum(parameter.numel() for stage in stages for parameter in root.get_submodule(stage).parameters())
-        lists.append((size, stages))
-    if not lists:
-        lists.append((0, [name for name, module in root.named_children() if any(True for _ in module.parameters())]))
-    blocks = max(lists)[1]
-    return [f"{prefix}.{block}" if prefix else block for block in blocks]
+class Entry(nn.Module):
+    """What turns a model's inputs into features, called as a module whose parameters are all those of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        path, self.method = library_of(model).feature_call(model)
+        self.model, self.path = model, path
+        parameters = inspect.signature(getattr(self.part, self.method)).parameters
+        self.accepted = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+
+    @property
+    def part(self) -> nn.Module:
+        """The part of the model that is called."""
+        return self.model.get_submodule(self.path)
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.part(**kwargs) if self.method == "forward" else getattr(self.part, self.method)(**kwargs)
 
 
-def resolve_feature_layers(model: nn.Module, config: RetexConfig) -> list[str]:
-    """Module names that `feature_layer` stands for: one, or all candidates for "auto"."""
-    layer = config.feature_layer
-    if isinstance(layer, str) and layer != "auto":
-        if layer not in dict(model.named_modules()):
-            raise ConfigError(
-                f"RetexConfig.feature_layer: the model has no module {layer!r}; its blocks are {feature_blocks(model)}."
-            )
-        return [layer]
-    blocks = feature_blocks(model)
-    if layer == "auto":
-        return blocks
-    if not -len(blocks) <= layer < len(blocks):
-        raise ConfigError(f"RetexConfig.feature_layer: index {layer} is outside the model's {len(blocks)} blocks.")
-    return [blocks[layer]]
+@dataclass(frozen=True)
+class Layouts:
+    """What was found out about a kind of call: how its inputs belong to rows, where recorded outputs have them, and
+    the layout of each layer's output, or what is wrong with it."""
+
+    proof: Proof
+    of_layers: Mapping[str, Layout | str]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a pass gave: features (rows, d) by layer, all outputs that were recorded, and whose they are."""
+
+    features: dict[str, Tensor]
+    outputs: dict[str, Any]
+    proof: Proof
+    reading: Reading
+    rows: int
 
 
 class FeatureExtractor:
     """Runs a model up to the last of the given modules and pools their outputs.
 
-    The model must be this extractor's own (a light copy of the merged model): its hooks stay in place, so that several
-    threads can use one extractor without adding and removing hooks under each other's feet.
+    Where a module's output has the rows and the features is proven, once for every kind of call. The model must be this
+    extractor's own (a light copy of the merged model): its hooks stay in place, so that several threads can use one
+    extractor without adding and removing hooks under each other's feet.
     """
 
-    def __init__(self, model: nn.Module, layers: list[str], pooling: str, recorded: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[str],
+        pooling: str,
+        recorded: Iterable[str] = (),
+        known: dict[Any, Layouts] | None = None,
+    ) -> None:
         self.model, self.layers, self.pooling = model, layers, pooling
-        self.root = library_of(model).feature_root(model)
-        self.accepted = [
-            name for name, parameter in inspect.signature(self.root.forward).parameters.items()
-            if parameter.kind is not parameter.VAR_KEYWORD
-        ]  # fmt: skip
-        self.main = getattr(self.root, "main_input_name", self.accepted[0])
+        self.entry = Entry(model)
+        self.accepted = self.entry.accepted
+        # Of a dual encoder, texts do not go with the rows.
+        self._others = NOT_INPUTS | (TEXT_INPUTS if library_of(model).is_dual_encoder(model) else frozenset())
+        named = getattr(self.entry.part, "main_input_name", ())
+        named = [named] if isinstance(named, str) else list(named)
+        self.main = [name for name in named if name in self.accepted] or self.accepted[:1]
+        # What was found out, which holds for the architecture, whatever the weights are.
+        self._known = {} if known is None else known
+        self._modules = (*layers, *recorded)
         for name in {*layers, *recorded}:
             model.get_submodule(name).register_forward_hook(partial(_collect, name))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Pooled float32 features (rows, d) per layer."""
-        return self.record(inputs)[0]
+        return self.record(inputs).features
 
     @torch.no_grad()
-    def record(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def record(self, inputs: Mapping[str, Any]) -> Recorded:
         """The features, and the outputs of the feature layers and of the recorded modules before the last of them."""
         kwargs = self.select(inputs)
-        rows = len(self._main_value(kwargs))
-        if rows == 0:
-            raise InputError("The batch has no rows.")
-        collected = self.collect(self.root, kwargs)
-        features = {}
+        rows, given = self._rows(kwargs)
+        layouts = self._found(kwargs, rows, given)
+        collected = self.collect(self.entry, kwargs)
+        reading, features = given[layouts.proof.reading], {}
         for layer in self.layers:
-            if layer not in collected:
-                raise ConfigError(
-                    f"RetexConfig.feature_layer: module {layer!r} does not run when features are computed."
-                )
-            hidden = first_tensor(collected[layer])
-            features[layer] = pool(hidden.float(), self._mask(kwargs, hidden), self.pooling)
-            if len(features[layer]) != rows:
-                raise ConfigError(
-                    f"RetexConfig.feature_layer: module {layer!r} gives {len(features[layer])} vectors for {rows} rows."
-                )
-        return features, collected
+            layout = layouts.of_layers[layer]
+            if isinstance(layout, str):
+                raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {layout}.")
+            hidden = first_tensor(collected[layer])[1].float()
+            mask = kwargs.get("attention_mask")
+            features[layer] = pool_rows(hidden, layout, reading, rows, mask, self.pooling)
+        return Recorded(features, collected, layouts.proof, reading, rows)
+
+    @torch.no_grad()
+    def layouts(self, inputs: Mapping[str, Any]) -> Mapping[str, Layout | str]:
+        """Where each layer's output has rows and features, or what is wrong with it."""
+        kwargs = self.select(inputs)
+        return self._found(kwargs, *self._rows(kwargs)).of_layers
 
     def collect(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs of the modules that answer before the pass stops, by name."""
@@ -127,43 +155,121 @@ class FeatureExtractor:
         return current.collected
 
     def select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that features depend on."""
         kwargs = {
             name: value for name, value in inputs.items()
             if name in self.accepted and value is not None
-            and name not in NOT_INPUTS and not name.startswith(NOT_INPUT_PREFIXES)
+            and name not in self._others and not name.startswith(NOT_INPUT_PREFIXES)
         }  # fmt: skip
         alias = next((inputs[name] for name in MAIN_INPUT_ALIASES if inputs.get(name) is not None), None)
         if alias is not None:
-            kwargs.setdefault(self.main, alias)
-        if self._main_value(kwargs) is None:
+            kwargs.setdefault(self.main[0], alias)
+        if not self._row_inputs(kwargs):
             raise InputError(
                 f"The task cannot be identified from {sorted(inputs) or 'no inputs'}: "
-                f"give {self.main!r}, or name the task with task=."
+                f"give {self.main[0]!r}, or name the task with task=."
             )
         if "inputs_embeds" in kwargs:
             kwargs.pop("input_ids", None)  # `generate` takes both, `forward` one of them
         if "use_cache" in self.accepted:
             kwargs["use_cache"] = False
-        return self._count_positions(kwargs)
+        return self._begin_decoding(self._count_positions(kwargs))
 
-    def _main_value(self, kwargs: Mapping[str, Any]) -> Any:
-        names = [name for name in (self.main, *kwargs) if name not in ACCOMPANIMENT]
-        return next((kwargs[name] for name in names if isinstance(kwargs.get(name), (Tensor, list))), None)
+    def _row_inputs(self, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the inputs that say how many rows there are, the best first."""
+        names = (*library_of(self.model).row_inputs(self.model), *self.main, *kwargs)
+        return tuple(
+            name for name in names if name not in ACCOMPANIMENT and isinstance(kwargs.get(name), (Tensor, list))
+        )
+
+    def _rows(self, kwargs: Mapping[str, Any]) -> tuple[int, dict[str, Reading]]:
+        """How many rows a call has, and how its inputs may belong to them."""
+        rows = count_rows(kwargs, self._row_inputs(kwargs))
+        if rows == 0:
+            raise InputError("The batch has no rows.")
+        return rows, readings(self.model, kwargs, rows, NOT_ROWS)
+
+    def _begin_decoding(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Models that run their encoder and decoder in one ask for the decoder's input first, though no feature
+        depends on it."""
+        if "decoder_input_ids" not in self.accepted:
+            return kwargs
+        first = getattr(self.model.config, "decoder_start_token_id", None) or 0
+        rows = count_rows(kwargs, self._row_inputs(kwargs))
+        device = next(value.device for value in kwargs.values() if isinstance(value, Tensor))
+        return {**kwargs, "decoder_input_ids": torch.full((rows, 1), first, device=device)}
 
     def _count_positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Positions that do not depend on left padding, where `generate` counts them so too."""
-        mask = kwargs.get("attention_mask")
-        generates = hasattr(self.root, "can_generate") and self.root.can_generate()
+        mask, module = kwargs.get("attention_mask"), self.entry.part
+        generates = hasattr(module, "can_generate") and module.can_generate()
         if not generates or "position_ids" not in self.accepted or "position_ids" in kwargs:
             return kwargs
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask[:, 0].all():
             return kwargs
         return {**kwargs, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
 
-    def _mask(self, kwargs: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
-        mask = kwargs.get("attention_mask")
-        fits = isinstance(mask, Tensor) and hidden.ndim == 3 and mask.shape == hidden.shape[:2]
-        return mask if fits else None
+    # ---- where rows and features are ---------------------------------------------------------------------------------
+
+    def _found(self, kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Reading]) -> Layouts:
+        """What is known of this kind of call; two threads that come first both find it out, which changes nothing."""
+        kind = frozenset((name, value.ndim) for name, value in kwargs.items() if isinstance(value, Tensor))
+        shape = pattern(kwargs, given)
+        key = ("features", self._modules, kind, rows == 1, *given, shape)
+        if key in self._known:
+            return self._known[key]
+        # Where rows differ in what they have, a batch shows nothing of another, and each must be seen alone.
+        found = self._find(kwargs, rows, given, None if shape is None else list(torch.arange(rows).split(1)))
+        if len(given) == 1:
+            self._known[key] = found
+        return found
+
+    def _find(
+        self, kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Reading], parts: list[Tensor] | None
+    ) -> Layouts:
+        def call(part: Mapping[str, Any]) -> dict[str, Any]:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # models that draw numbers must draw the same for a row
+                return self.collect(self.entry, part)
+
+        def split(reading: Reading, part: Tensor) -> dict[str, Any]:
+            return Splitter(rows, NOT_ROWS, reading).take(kwargs, part)
+
+        proof = prove(call, split, given, rows, parts)
+        some = split(given[proof.reading], torch.arange(min(rows, 2)))
+        outputs = call(some)
+        return Layouts(proof, {layer: self._layout(layer, outputs, proof, some) for layer in self.layers})
+
+    def _layout(self, layer: str, outputs: Mapping[str, Any], proof: Proof, some: Mapping[str, Any]) -> Layout | str:
+        if layer not in outputs:
+            return "does not run when features are computed"
+        path, hidden = first_tensor(outputs[layer], layer)
+        if hidden is None:
+            return "gives no numbers"
+        place = proof.places.get(path)
+        if not isinstance(place, (Along, AlongItems)):
+            return f"has an output that {proof.refused.get(path, 'is the same for all rows')}"
+        others = [axis for axis in range(hidden.ndim) if axis != (place.axis if isinstance(place, Along) else 0)]
+        axes = axes_by_size(hidden.shape, others, self.model.get_submodule(layer))
+        axis = axes[0] if len(axes) == 1 else self._axis_by_gradient(layer, some, axes)
+        if axis is None:
+            return f"has an output {tuple(hidden.shape)} of which nothing says which axis holds the features"
+        return Layout(place, axis)
+
+    def _axis_by_gradient(self, layer: str, kwargs: Mapping[str, Any], axes: list[int]) -> int | None:
+        def hidden_of(parameters: Mapping[str, Tensor]) -> Tensor:
+            tensors = chain(self.entry.named_parameters(), self.entry.named_buffers())
+            named = {name: ordinary(tensor) for name, tensor in tensors}
+            named |= {f"model.{layer}.{name}": tensor for name, tensor in parameters.items()}
+
+            def run(**values: Any) -> Any:
+                return functional_call(self.entry, named, (), values)
+
+            inputs = {name: ordinary(value) for name, value in kwargs.items()}
+            return first_tensor(self.collect(run, inputs)[layer])[1]
+
+        parameters = dict(self.model.get_submodule(layer).named_parameters())
+        return axis_by_gradient(hidden_of, parameters, axes) if axes and parameters else None
 
 
 @dataclass
@@ -186,26 +292,12 @@ def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         raise _FeaturesReady("the forward pass was stopped at the feature layer")
 
 
-def first_tensor(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
-    return output
+def ordinary(value: Any) -> Any:
+    """A tensor made in inference mode has no place in a graph; its copy has."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
-def pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector per row: tokens (B, L, d) by `pooling` over unmasked positions, maps (B, C, H, W) by their mean."""
-    if hidden.ndim == 2:
-        return hidden
-    if hidden.ndim > 3:
-        return hidden.flatten(2).mean(2)
-    if mask is None:
-        return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[pooling]
-    mask = mask.to(hidden.device).bool()
-    if pooling == "mean":
-        return hidden.masked_fill(~mask.unsqueeze(-1), 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    if pooling == "first":
-        index = positions.masked_fill(~mask, mask.shape[1] - 1).amin(1)
-    else:
-        index = positions.masked_fill(~mask, 0).amax(1)
-    return hidden[torch.arange(len(hidden), device=hidden.device), index]
+def first_tensor(output: Any, path: str = "") -> tuple[str, Tensor | None]:
+    """The first tensor of real numbers in an output, and the path that leads to it."""
+    found = ((below, tensor) for below, tensor in leaves(output, path) if tensor.is_floating_point())
+    return next(found, (path, None))

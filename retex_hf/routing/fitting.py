@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..errors import InputError
+from ..errors import ConfigError, InputError
+from ..rows import Along
 from .features import FeatureExtractor
+from .pooling import Layout
 from .signatures import Signatures, held_out_accuracy, shallowest_good
 
 LABEL_NAMES = ("labels", "label", "label_ids")
@@ -28,15 +31,57 @@ def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iter
         yield batch
 
 
+def trying(
+    make: Callable[[list[str]], FeatureExtractor], candidates: Iterable[list[str]], sample: Mapping[str, Any]
+) -> FeatureExtractor:
+    """An extractor of the layers that give features of a sample: those of the first list that has any. Layers that see
+    images only, of which a row may have none, are second to those that see all of a row."""
+    problems: dict[str, str] = {}
+    second: list[str] = []
+    for layers in candidates:
+        found = make(layers).layouts(without_labels(sample))
+        good = [layer for layer in layers if isinstance(found[layer], Layout)]
+        whole = [layer for layer in good if isinstance(found[layer].rows, Along)]
+        if whole:
+            return make(whole)
+        second = second or good
+        problems |= {layer: problem for layer, problem in found.items() if isinstance(problem, str)}
+    if second:
+        return make(second)
+    layer, problem = next(iter(problems.items()))
+    others = f" (nor {len(problems) - 1} others)" if len(problems) > 1 else ""
+    raise ConfigError(f"RetexConfig.feature_layer: module {layer!r}{others} cannot be used, because it {problem}.")
+
+
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a batch."""
+    return {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+
+
 def fit_signatures(
-    extractor: FeatureExtractor,
+    make: Callable[[list[str]], FeatureExtractor],
+    candidates: Iterable[list[str]],
     references: Mapping[str, Iterable[Mapping[str, Any]]],
     num_reference: int,
     rank: int | float,
     progress: bool = True,
 ) -> tuple[Signatures, dict[str, float]]:
-    """Signatures at the shallowest of the extractor's layers that identifies held-out references well, and how well
-    each layer does."""
+    """Signatures at the shallowest layer that identifies held-out references well, and how well each layer does.
+
+    Args:
+        make: Makes an extractor of layers.
+        candidates: Lists of layers, which are tried in turn.
+        references: Batches of every task.
+        num_reference: How many rows of each task are used.
+        rank: Of a task's subspace, as in `RetexConfig.signature_rank`.
+        progress: Show a progress bar.
+    """
+    task, batches = next((task, iter(batches)) for task, batches in references.items())
+    first = next(batches, None)
+    if first is None:
+        raise InputError(f"Task {task!r} has no reference inputs.")
+    references = {**references, task: chain([first], batches)}
+    extractor = trying(make, candidates, first)
     features: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
     for task in tqdm(references, desc="Reading reference inputs", unit="task", disable=not progress):
         collected = reference_features(extractor, task, references[task], num_reference)
@@ -54,8 +99,7 @@ def reference_features(
     parts: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
     rows = 0
     for batch in batches:
-        inputs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
-        for layer, features in extractor(inputs).items():
+        for layer, features in extractor(without_labels(batch)).items():
             parts[layer].append(features.cpu())
         rows += len(parts[extractor.layers[0]][-1])
         if rows >= wanted:

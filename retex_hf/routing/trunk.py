@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .features import FeatureExtractor, first_tensor
+from .features import Entry, FeatureExtractor, first_tensor, ordinary
 
 # Where models return what later calls go on from; a pass that is not run does not fill it.
 CACHE_FIELDS = ("past_key_values", "cache_params")
@@ -21,41 +21,36 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
     The graph of a backward pass tells, whatever the architecture. Statistics of batch normalisation have no gradient:
     they go with the weights beside them.
     """
-    root = extractor.root
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = {name: _ordinary(tensor).detach().requires_grad_() for name, tensor in root.named_parameters()}
-        kwargs = {name: _ordinary(value) for name, value in extractor.select(inputs).items()}
-        collected = extractor.collect(lambda **values: functional_call(root, leaves, (), values), kwargs)
-        hidden = first_tensor(collected[extractor.layers[-1]])
+        leaves = {
+            name: ordinary(tensor).detach().requires_grad_() for name, tensor in extractor.entry.named_parameters()
+        }
+        kwargs = {name: ordinary(value) for name, value in extractor.select(inputs).items()}
+        collected = extractor.collect(lambda **values: functional_call(extractor.entry, leaves, (), values), kwargs)
+        _, hidden = first_tensor(collected[extractor.layers[-1]])
         gradients = torch.autograd.grad(hidden.float().sum(), list(leaves.values()), allow_unused=True)
     used = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
     touched = {name.rpartition(".")[0] for name in used}
-    used |= {name for name, _ in root.named_buffers() if name.rpartition(".")[0] in touched}
+    used |= {name for name, _ in extractor.entry.named_buffers() if name.rpartition(".")[0] in touched}
     # The copy shares its parameters with the model; buffers are its own, and go by name.
-    prefix = next(name for name, module in extractor.model.named_modules() if module is root)
-    full = {f"{prefix}.{name}" if prefix else name for name in used}
+    full = {name.removeprefix("model.") for name in used}
     tensors = dict(extractor.model.state_dict(keep_vars=True))
     shared = {id(tensors[name]) for name in full if name in tensors}
     return [name for name in model.state_dict() if name in full or id(tensors[name]) in shared]
 
 
-def _ordinary(value: Any) -> Any:
-    """A tensor made in inference mode has no place in a graph; its copy has."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
 @torch.no_grad()
-def keeps_cache(extractor: FeatureExtractor, inputs: Mapping[str, Any], root: nn.Module) -> bool:
+def keeps_cache(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: nn.Module) -> bool:
     """Whether a pass of the model leaves something behind for the next one (a decoder's keys and values)."""
     accepted = {name: value for name, value in extractor.select(inputs).items() if name != "use_cache"}
-    output = root(**accepted)
+    output = Entry(model)(**accepted)
     return any(getattr(output, name, None) is not None for name in CACHE_FIELDS)
 
 
 def answers(output: Any) -> Tensor:
     """The tensor that a model's output is about: logits, or the first it has."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
-    return first_tensor(output) if logits is None else logits
+    return first_tensor(output)[1] if logits is None else logits
 
 
 def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:

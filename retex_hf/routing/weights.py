@@ -7,7 +7,7 @@ cheap: `|G_t S h|^2 = (S h)^T (G_t^T G_t) (S h)`, one r-by-r Gram matrix per tas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError, InputError
-from ..libraries import library_of
 from ..recovery import OffsetGenerator, RecoveryModule
 from ..recovery.shapes import GENERATED_FIRST, MATRIX, WHOLE
 from .features import FeatureExtractor
-from .fitting import LABEL_NAMES
+from .fitting import without_labels
 
 SMALLEST = torch.finfo(torch.float32).tiny
 ROUNDING = torch.finfo(torch.float32).eps
@@ -45,10 +44,15 @@ class WeightSignatures:
         return WeightSignatures(self.centre[torch.arange(len(self.centre)) != task], self.feature_layer)
 
     @classmethod
-    def fit(cls, scorer: WeightScorer, batches: Iterable[Mapping[str, Any]]) -> WeightSignatures:
-        """The mean scores of all rows of a pool."""
-        scores = [scorer({k: v for k, v in batch.items() if k not in LABEL_NAMES}).cpu() for batch in batches]
-        if not scores:
+    def fit(
+        cls, make: Callable[[Mapping[str, Any]], WeightScorer], batches: Iterable[Mapping[str, Any]]
+    ) -> WeightSignatures:
+        """The mean scores of all rows of a pool; `make` makes a scorer that fits a batch."""
+        scorer, scores = None, []
+        for batch in map(without_labels, batches):
+            scorer = scorer or make(batch)
+            scores.append(scorer(batch).cpu())
+        if scorer is None:
             raise InputError("The pool of unlabelled inputs is empty.")
         return cls(torch.cat(scores).mean(0), scorer.feature_layer)
 
@@ -129,9 +133,7 @@ class WeightScorer:
         self.extractor, self.recovery = extractor, recovery
         self.feature_layer = extractor.layers[-1]
         self._responses: dict[str, Responses] = {}
-        model = extractor.model
-        inside = set(library_of(model).feature_root(model).modules())
-        modules = {name: module for name, module in model.named_modules() if module in inside}
+        modules = dict(extractor.entry.part.named_modules(prefix=extractor.entry.path))
         names = [name for name in modules if f"{name}.weight" in recovery]
         layers = [name for name in names if _can_respond(modules[name], recovery[f"{name}.weight"])]
         if not layers:
@@ -145,6 +147,7 @@ class WeightScorer:
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Scores (rows, T)."""
+        self.extractor.layouts(inputs)  # finds out, by passes that are not to be heard, where the rows are
         current, context = _Pass(self, inputs.get("attention_mask")), copy_context()
         context.run(_current.set, current)
         rows = len(context.run(self.extractor, inputs)[self.feature_layer])
@@ -174,12 +177,14 @@ class _Pass:
 
 
 # The pass that is running, in a context of its own: one scorer serves many threads.
-_current: ContextVar[_Pass] = ContextVar("retex_scoring_pass")
+_current: ContextVar[_Pass | None] = ContextVar("retex_scoring_pass", default=None)
 
 
 def _listen(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
     """The hook of a layer. It does not know its scorer: the two would keep each other, and the model, alive."""
     current, hidden = _current.get(), args[0]
+    if current is None:
+        return
     responses, mask = current.scorer.responses(name, module), current.mask
     if not responses.usable:
         return

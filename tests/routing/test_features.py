@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from copy import deepcopy
 
 import pytest
@@ -13,7 +14,9 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from retex_hf import ConfigError, InputError, RetexConfig
 from retex_hf.execution import copy_with
-from retex_hf.routing import FeatureExtractor, feature_blocks, pool, resolve_feature_layers
+from retex_hf.routing import FeatureExtractor, candidate_layers, feature_blocks, pool
+from retex_hf.routing.pooling import Layout, pool_rows
+from retex_hf.rows import Along, AlongItems, Owned
 
 ROWS = 4
 BLOCKS = {
@@ -85,6 +88,7 @@ def test_features_are_the_pooled_output_of_the_module(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_pass_stops_at_the_module(name):
     first = extractor(FAMILIES[name].make().eval(), BLOCKS[name][0])
+    first(FAMILIES[name].inputs(ROWS))  # which finds out where the rows are
     calls: dict[str, int] = {}
     for module_name, module in first.model.named_modules():
         module.register_forward_pre_hook(lambda *_, key=module_name: calls.update({key: calls.get(key, 0) + 1}))
@@ -99,6 +103,7 @@ def test_the_pass_stops_at_the_deepest_of_several_modules():
     blocks = [f"encoder.layer.{index}" for index in range(4)]
     model = BertModel(BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=4, num_attention_heads=2))
     several = extractor(model.eval(), blocks[2], blocks[0])
+    several(FAMILIES["bert"].inputs(ROWS))  # which finds out where the rows are
     calls = []
     for block in blocks:
         several.model.get_submodule(block).register_forward_pre_hook(lambda *_, key=block: calls.append(key))
@@ -178,8 +183,44 @@ def test_a_row_without_tokens_has_zero_features():
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 def test_maps_are_averaged_and_vectors_stay(pooling):
     maps = torch.randn(2, 3, 4, 5)
-    torch.testing.assert_close(pool(maps, None, pooling), maps.mean((2, 3)))
-    assert torch.equal(pool(HIDDEN[:, 0], None, pooling), HIDDEN[:, 0])
+    for hidden, axis in ((maps, 1), (maps.movedim(1, 3), 3)):
+        actual = pool_rows(hidden, Layout(Along(0, 1), axis), {}, 2, None, pooling)
+        torch.testing.assert_close(actual, maps.mean((2, 3)))
+    vectors = HIDDEN[:, 0]
+    assert torch.equal(pool_rows(vectors, Layout(Along(0, 1), 1), {}, 2, LEFT, pooling), vectors)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+@pytest.mark.parametrize("mask", [None, LEFT, RIGHT])
+def test_rows_and_features_may_be_on_any_axes(pooling, mask):
+    expected = pool(HIDDEN, mask, pooling)
+    for rows, features in itertools.permutations(range(3), 2):
+        hidden = HIDDEN.movedim((0, 2), (rows, features))
+        actual = pool_rows(hidden, Layout(Along(rows, 1), features), {}, 2, mask, pooling)
+        assert torch.equal(actual, expected)
+
+
+def test_several_entries_of_a_row_are_averaged():
+    views = torch.stack([HIDDEN, HIDDEN + 2], 1)  # two of each row
+    layout = Layout(Along(0, 2), 2)
+    for mask in (None, LEFT):
+        actual = pool_rows(views.flatten(0, 1), layout, {}, 2, mask, "mean")
+        torch.testing.assert_close(actual, pool(HIDDEN + 1, mask, "mean"))
+    stacked = Layout(Along(1, 1), 3)  # Gemma 3n stacks several versions of the hidden states
+    torch.testing.assert_close(
+        pool_rows(views.movedim(1, 0), stacked, {}, 2, LEFT, "mean"), pool(HIDDEN + 1, LEFT, "mean")
+    )
+
+
+def test_images_of_a_row_are_averaged_and_a_row_without_is_refused():
+    images = torch.randn(3, 4, 5)
+    layout = Layout(AlongItems("pixel_values", 1, 1), 2)
+    reading = {"pixel_values": Owned(0, torch.tensor([0, 1, 1]))}
+    each = images.mean(1)
+    actual = pool_rows(images, layout, reading, 2, None, "mean")
+    torch.testing.assert_close(actual, torch.stack([each[0], each[1:].mean(0)]))
+    with pytest.raises(InputError, match="Row 2 has none of 'pixel_values'"):
+        pool_rows(images, layout, reading, 3, None, "mean")
 
 
 def test_half_precision_features_are_averaged_in_full():
@@ -197,7 +238,7 @@ def test_half_precision_features_are_averaged_in_full():
 )
 def test_feature_layer_as_index_name_or_auto(layer, expected):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=2))
-    layers = resolve_feature_layers(model, RetexConfig(feature_layer=layer))
+    layers = next(candidate_layers(model, RetexConfig(feature_layer=layer)))
     assert layers == [f"transformer.h.{index}" for index in expected]
 
 
@@ -205,7 +246,7 @@ def test_any_module_may_be_the_feature_layer():
     model = FAMILIES["bert"].make().eval()
     inputs = FAMILIES["bert"].inputs(ROWS)
     for layer in ("embeddings", "encoder.layer.1.attention.self", "encoder.layer.0.output.dense", "pooler"):
-        assert resolve_feature_layers(model, RetexConfig(feature_layer=layer)) == [layer]
+        assert list(candidate_layers(model, RetexConfig(feature_layer=layer))) == [[layer]]
         hidden = output_of(model, layer, inputs)
         expected = hidden if hidden.ndim == 2 else mean_by_hand(hidden, inputs["attention_mask"])
         torch.testing.assert_close(extractor(model, layer)(inputs)[layer], expected, rtol=1e-5, atol=1e-6)
@@ -218,14 +259,14 @@ def test_any_module_may_be_the_feature_layer():
 )  # fmt: skip
 def test_a_feature_layer_that_does_not_exist_is_refused(layer, message):
     with pytest.raises(ConfigError, match=message):
-        resolve_feature_layers(FAMILIES["bert"].make(), RetexConfig(feature_layer=layer))
+        list(candidate_layers(FAMILIES["bert"].make(), RetexConfig(feature_layer=layer)))
 
 
 @pytest.mark.parametrize(
     ("name", "layer", "message"),
     [("t5", "decoder.block.0", "does not run when features are computed"),
      ("clip", "text_model.encoder.layers.0", "does not run when features are computed"),
-     ("mixtral", "model.layers.0.mlp.gate", "gives 32 vectors for 4 rows")],
+     ("bert", "encoder.layer.0.attention.self.dropout", "does not run when features are computed")],
 )  # fmt: skip
 def test_a_module_that_gives_no_features_is_refused(name, layer, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,0 +1,83 @@
+"""Which modules of a model features can be read from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..config import RetexConfig
+from ..errors import ConfigError
+from ..libraries import library_of
+
+NUMBER = re.compile(r"[0-9]+")
+
+
+def feature_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks that features are read from first: the elements of the largest outermost block list where
+    the model's inputs become features."""
+    return block_lists(model)[0]
+
+
+def block_lists(model: nn.Module) -> list[list[str]]:
+    """Names of the blocks of all lists of blocks: those where the model's inputs become features, the largest first,
+    then those elsewhere."""
+    root = library_of(model).feature_root(model)
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    found = [[f"{prefix}.{block}" if prefix else block for block in blocks] for blocks in _lists_of(root)]
+    return found + [blocks for blocks in _lists_of(model) if blocks not in found] if prefix else found
+
+
+def _lists_of(root: nn.Module) -> list[list[str]]:
+    lists: list[tuple[int, list[str]]] = []
+    taken: list[str] = []
+    for name, module in root.named_modules():
+        if any(name.startswith(parent + ".") for parent in taken):
+            continue
+        if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            taken.append(name)
+            lists.append((_size(module), [f"{name}.{child}" for child in _called(module)]))
+    # Stages that are plain attributes (OpenCLIP's ResNet: layer1 ... layer4) outweigh any one list inside the root.
+    # Attributes of other names are no stages: a sequence beside a stem may be run element by element (FastViT).
+    numbered: dict[str, list[str]] = {}
+    for name, module in root.named_children():
+        if isinstance(module, nn.Sequential) and NUMBER.search(name):
+            numbered.setdefault(NUMBER.sub("", name), []).append(name)
+    if not any(isinstance(module, nn.ModuleList) for module in root.children()):
+        several = [stages for stages in numbered.values() if len(stages) > 1]
+        lists += [(sum(_size(root.get_submodule(stage)) for stage in stages), stages) for stages in several]
+    # What is left where no list will do, or there is none.
+    lists.append((-1, [name for name, module in root.named_children() if any(True for _ in module.parameters())]))
+    return [blocks for _, blocks in sorted(lists, reverse=True)]
+
+
+def _called(blocks: nn.Module) -> Iterator[str]:
+    """Names of the elements of a list; of lists within it, theirs: a list itself is never called."""
+    for name, child in blocks.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{name}.{below}" for below in _called(child))
+        else:
+            yield name
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def candidate_layers(model: nn.Module, config: RetexConfig) -> Iterator[list[str]]:
+    """Module names that `feature_layer` stands for: one, or for "auto" the blocks of one list after the other."""
+    layer = config.feature_layer
+    if layer == "auto":
+        yield from block_lists(model)
+    elif isinstance(layer, str):
+        if layer not in dict(model.named_modules()):
+            raise ConfigError(
+                f"RetexConfig.feature_layer: the model has no module {layer!r}; its blocks are {feature_blocks(model)}."
+            )
+        yield [layer]
+    else:
+        blocks = feature_blocks(model)
+        if not -len(blocks) <= layer < len(blocks):
+            raise ConfigError(f"RetexConfig.feature_layer: index {layer} is outside the model's {len(blocks)} blocks.")
+        yield [blocks[layer]]
