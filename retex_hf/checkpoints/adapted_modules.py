@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError, brief
 from .patterns import Patterns
+from .tuner_layers import default_targets
 
-BIASES = ("none", "all", "lora_only")
+BIASES = ("none", "all")
 ALL_LINEAR = "all-linear"
 # The layer that a module belongs to: the first number behind two names.
 LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
@@ -33,7 +34,7 @@ class AdaptedModules:
         _check_kinds(settings, label)
         self._patterns = {
             key: Patterns({f"^(?:{settings[key]})": 1}, f"{label}: {key} of its configuration")
-            for key in ("target_modules", "exclude_modules")
+            for key in ("target_modules", "exclude_modules", "feedforward_modules")
             if isinstance(settings.get(key), str) and settings[key].lower() != ALL_LINEAR
         }
 
@@ -44,14 +45,18 @@ class AdaptedModules:
             return False
         targets = self._settings.get("target_modules")
         if targets is None:
-            kind = getattr(getattr(model, "config", None), "model_type", None)
-            targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind, ())
-            return _ends_with(name, targets)
+            return _ends_with(name, default_targets(self._settings["peft_type"]).get(_model_type(model), ()))
         if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
             return isinstance(submodule(model, name), (nn.Linear, Conv1D))
         if not self._matches("target_modules", name):
             return False
         return isinstance(targets, str) or name in targets or self._is_in_layers(name)
+
+    def is_feedforward(self, name: str, model: nn.Module) -> bool:
+        """Tell whether (IA)³ scales a module's inputs, and not its outputs."""
+        if self._settings.get("feedforward_modules") is None:
+            return _ends_with(name, TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(_model_type(model), ()))
+        return self._matches("feedforward_modules", name)
 
     def _matches(self, key: str, name: str) -> bool:
         if key in self._patterns:
@@ -68,6 +73,10 @@ class AdaptedModules:
         return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
+def _model_type(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
     """Return a module by its name; None where there is none."""
     try:
@@ -82,13 +91,15 @@ def _ends_with(name: str, targets: Any) -> bool:
 
 def _check_kinds(settings: Mapping[str, Any], label: str) -> None:
     """Refuse settings that peft refuses."""
+    biases = (*BIASES, f"{settings['peft_type'].lower()}_only")
     expected = {
+        "feedforward_modules": (_is_text_or_texts, NAMES),
         "target_modules": (_is_text_or_texts, NAMES),
         "exclude_modules": (_is_text_or_texts, NAMES),
         "modules_to_save": (_is_texts, f"a list of {NAMES}"),
         "layers_to_transform": (_is_layers, "numbers of layers"),
         "layers_pattern": (_is_text_or_texts, "names of lists of layers"),
-        "bias": (lambda value: isinstance(value, str) and value in BIASES, f"one of {', '.join(BIASES)}"),
+        "bias": (lambda value: isinstance(value, str) and value in biases, f"one of {', '.join(biases)}"),
     }
     for key, (is_allowed, words) in expected.items():
         value = settings.get(key)

@@ -1,7 +1,8 @@
-"""Experts given as PEFT LoRA adapters: the tensors of the base, with what the adapter changes added as they are read.
+"""Experts given as PEFT adapters: the tensors of the base, with what the adapter changes merged as they are read.
 
-Nothing is merged beforehand, and no model is held: a tensor of such an expert is the base's tensor plus
-`scaling * B @ A`, worked out in float32 when it is asked for. The result is what peft's `merge_and_unload` gives.
+Nothing is merged beforehand, and no model is held. With LoRA, a tensor of such an expert is the base's tensor plus
+`scaling * B @ A`, worked out in float32 when it is asked for; with other types, a module is merged through peft's own
+layer (`tuner_layers.py`) when one of its tensors is asked for. The result is what peft's `merge_and_unload` gives.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError, brief, shorten
-from ..printing import visible
+from .adapted_layers import Change, Entry, Layers, layer_changes
 from .adapted_modules import AdaptedModules, submodule
 from .experts import Entries, check_floating
 from .patterns import Patterns
 from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
+from .tuners import REMEDY, TunerSettings, tuner_of
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
-PREFIX = "base_model.model."
+PREFIX, SHARED_PREFIX = "base_model.model.", "base_model."
 # Which Auto class a task type of peft stands for: {model type: class name}.
 TASK_CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -38,14 +40,19 @@ TASK_CLASSES = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
-# Options with which a merged weight is something else than base + scaling * B @ A.
+# Options of LoRA with which a merged weight is something else, and that are not read.
 VARIANTS = (
-    "use_dora", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora",
-    "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
+    "monteclora_config", "velora_config", "megatron_config",
 )  # fmt: skip
-# Initialisations that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ ...) change them.
+# Initialisations that leave the base's weights as they are.
 PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
-REMEDY = "merge it with peft's merge_and_unload first, and give the merged checkpoint"
+# Those that peft works out again from the base's weights whenever it loads the adapter: it takes the part that the
+# factors began with (PiSSA: the largest singular values, OLoRA: of a QR decomposition) out of the base, or begins with
+# it (MiCA, whose second factor is not trained). Others need data (CorDA, LoRA-GA), chance (PiSSA's fast variant) or a
+# quantised base (LoftQ), so that a folder does not say what the base was changed to.
+DERIVED_INITIALISATIONS = ("pissa", "olora", "mica")
+INITIALISATIONS = (*PLAIN_INITIALISATIONS, *DERIVED_INITIALISATIONS)
 # What peft keeps of an adapted module, behind its name.
 FACTORS = ("lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B")
 # Around an adapted parameter of a module, peft wraps the others under this name.
@@ -57,13 +64,15 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "task_type": (str, "a text"), "auto_mapping": (dict, "keys and values"), "target_parameters": (list, "a list"),
     "rank_pattern": (dict, "names and numbers"), "alpha_pattern": (dict, "names and numbers"),
     "base_model_name_or_path": (str, "a text"), "use_rslora": (bool, "true or false"),
+    "use_dora": (bool, "true or false"),
 }  # fmt: skip
 DEFAULT_RANK = DEFAULT_ALPHA = 8
 LARGEST_RANK = 2**31
 # Beyond it, float32 soon has no room for the product.
 LARGEST_ALPHA = 1e30
 
-Entry = tuple[TensorInfo, Callable[[], Tensor]]
+# What peft keeps of tokens that are trained beside LoRA, behind the name of an embedding.
+TOKENS = "token_adapter.trainable_tokens_delta"
 
 
 @dataclass
@@ -75,12 +84,23 @@ class AdapterSource(Source):
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ranks, self._alphas = (
-            Patterns(self.settings.get(key) or {}, f"{self.label}: {key} of its configuration")
-            for key in ("rank_pattern", "alpha_pattern")
-        )
+        self.kind = self.settings["peft_type"]
+        if self.kind == "LORA":
+            self._ranks, self._alphas = (
+                Patterns(self.settings.get(key) or {}, f"{self.label}: {key} of its configuration")
+                for key in ("rank_pattern", "alpha_pattern")
+            )
         self._targets = frozenset(self.settings.get("target_parameters") or ())
         self.modules = AdaptedModules(self.settings, self.label)
+        self.tuner = TunerSettings(self.kind, self.settings, self.label) if self.by_layers else None
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether modules are merged through peft's own layers, and not by the formula of LoRA."""
+        options = self.settings
+        return self.kind != "LORA" or bool(
+            options.get("use_dora") or options.get("init_lora_weights") in DERIVED_INITIALISATIONS
+        )
 
     def rank(self, module: str) -> int:
         """The rank of a module's factors."""
@@ -126,21 +146,13 @@ def is_adapter(folder: Path) -> bool:
 
 
 def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> AdapterSource:
-    """A source over an adapter's tensors; refuses what is not LoRA on the base's own weights."""
+    """A source over an adapter's tensors; refuses those whose merged weights do not follow from them and the base."""
     label, kind = tensors.label, settings.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(
-            f"{label} is a PEFT adapter of type {visible(str(kind)[:60])}, and only LORA is read: {REMEDY}."
-        )
+    tuner_of(kind, label)
+    kwargs["provenance"] = kwargs.get("provenance", {}) | {"adapter": kind.lower()}
     _check_settings(label, settings)
-    for option in VARIANTS:
-        if settings.get(option):
-            raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
-    if settings.get("init_lora_weights") not in PLAIN_INITIALISATIONS:
-        raise CheckpointError(
-            f"{label} is a LoRA adapter with init_lora_weights={brief(settings['init_lora_weights'])}, for which the "
-            f"base was changed: {REMEDY}."
-        )
+    if kind == "LORA":
+        _check_lora(label, settings)
     return AdapterSource(label, tensors.infos, files=tensors.files, tensors=tensors, settings=settings, **kwargs)
 
 
@@ -150,6 +162,26 @@ def _check_settings(label: str, settings: dict[str, Any]) -> None:
         value = settings.get(key)
         if value is not None and not isinstance(value, kind):
             raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {brief(value)}.")
+    named = (settings.get("auto_mapping") or {}).get("base_model_class")
+    for value in (*(settings.get("target_parameters") or ()), *([] if named is None else [named])):
+        if not isinstance(value, str):
+            raise CheckpointError(f"{label}: its configuration must name what it adapts by texts, not {brief(value)}.")
+
+
+def _check_lora(label: str, settings: dict[str, Any]) -> None:
+    """Refuse variants of LoRA that are not read, and numbers that peft does not write."""
+    for option in VARIANTS:
+        if settings.get(option):
+            raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
+    begun = settings.get("init_lora_weights")
+    if not any(begun is known or (isinstance(known, str) and begun == known) for known in INITIALISATIONS):
+        raise CheckpointError(
+            f"{label} is a LoRA adapter with init_lora_weights={brief(begun)}, for which the base was changed in a way "
+            f"that its files do not say: {REMEDY}, or save it with path_initial_model_for_weight_conversion."
+        )
+    by_layers = settings.get("use_dora") or begun in DERIVED_INITIALISATIONS
+    if by_layers and settings.get("target_parameters"):
+        raise CheckpointError(f"{label} is a LoRA adapter with use_dora and target_parameters: {REMEDY}.")
     for key, is_allowed, words in (("r", _is_rank, RANK), ("lora_alpha", _is_alpha, ALPHA)):
         if key in settings and not is_allowed(settings[key]):
             raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {brief(settings[key])}.")
@@ -160,10 +192,6 @@ def _check_settings(label: str, settings: dict[str, Any]) -> None:
                     f"{label}: {key} of its configuration gives {brief(pattern)} the value {brief(value)}, expected "
                     f"{words}."
                 )
-    named = (settings.get("auto_mapping") or {}).get("base_model_class")
-    for value in (*(settings.get("target_parameters") or ()), *([] if named is None else [named])):
-        if not isinstance(value, str):
-            raise CheckpointError(f"{label}: its configuration must name what it adapts by texts, not {brief(value)}.")
 
 
 RANK, ALPHA = f"a whole number above 0, and at most {LARGEST_RANK}", f"a number from 0 to {LARGEST_ALPHA:g}"
@@ -185,13 +213,11 @@ def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
     settings = model.peft_config[active[0]].to_dict()
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     settings["peft_type"] = str(settings["peft_type"].value)
-    if settings["peft_type"] == "LORA":
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:  # before peft looks at them
-                check_plain(f"{label}: tensor {name!r}", parameter)
-        tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
-    else:
-        tensors = {}
+    prefix = tuner_of(settings["peft_type"], label).prefix
+    for name, parameter in model.named_parameters():
+        if f".{prefix}" in name:  # before peft looks at them
+            check_plain(f"{label}: tensor {name!r}", parameter)
+    tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
     origin = settings.get("base_model_name_or_path") or type(model.get_base_model()).__name__
     return open_adapter(
         open_state_dict(tensors, label),
@@ -200,7 +226,6 @@ def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
         provenance={
             "source": "memory",
             "id": Path(origin).name if Path(origin).is_absolute() else origin,
-            "adapter": "lora",
         },
     )
 
@@ -210,21 +235,29 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
     adapter is laid over the `base`, which is aligned already."""
     if not isinstance(source, AdapterSource):
         return library.align(model, source)
-    originals, values, deltas = (_aligned(library, model, source, part) for part in _sort(source, model))
+    plain, deltas, layers = _sort(source, model)
+    originals, values, deltas = (_aligned(library, model, source, part) for part in (*plain, deltas))
+    ties = {name: names for names in _ties(model) for name in names}
+    changes: dict[str, Change] = {
+        name: partial(_changed, source, model, name, delta) for name, delta in deltas.items()
+    } | layer_changes(source, model, _model_names(library, model, source, layers), layers, ties)
     entries = dict(base)
+
+    def before(name: str) -> Entry | None:
+        """A tensor without what the adapter changes of it."""
+        known = (part[alias] for part in (originals, base) for alias in ties.get(name, ()) if alias in part)
+        return values.get(name) or next(known, None)
+
     for names in _ties(model):
         known = next((part[name] for part in (originals, base) for name in names if name in part), None)
-        changed = [name for name in names if name in values or name in deltas]
+        changed = [name for name in names if name in values or name in changes]
         untouched = [name for name in names if name not in changed]
         if untouched and any(name in values for name in names):
             raise CheckpointError(
                 f"{source.label} has a {changed[0]!r} of its own, but no {untouched[0]!r}, which is the same tensor in "
                 f"the model: {REMEDY}."
             )
-        found = [
-            _changed(source, model, name, values.get(name, known), deltas[name]) if name in deltas else values[name]
-            for name in changed
-        ]
+        found = [changes[name](before) if name in changes else values[name] for name in changed]
         if found:
             label = f"{source.label}: tensor {names[0]!r}"
             found += [known] if untouched else []
@@ -234,8 +267,11 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
     return entries, []
 
 
-def _changed(source: AdapterSource, model: nn.Module, name: str, known: Entry | None, delta: Entry) -> Entry:
+def _changed(
+    source: AdapterSource, model: nn.Module, name: str, delta: Entry, before: Callable[[str], Entry | None]
+) -> Entry:
     """A tensor with what the adapter adds to it."""
+    known = before(name)
     if known is None:
         raise CheckpointError(f"{source.label} changes {name!r}, which the base does not have.")
     (info, read), (change, read_change) = known, delta
@@ -303,16 +339,34 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, Entries]:
+def _model_names(library: ModuleType, model: nn.Module, source: AdapterSource, layers: Layers) -> dict[str, str]:
+    """The model's names of modules that an adapter names as its own base had them."""
+    probes = {
+        f"{name}.weight": (TensorInfo((), torch.float32), partial(str, name))
+        for name in (*layers.modules, *layers.tokens)
+    }
+    found = _aligned(library, model, source, probes)
+    return {read(): name.rpartition(".")[0] for name, (_, read) in found.items()}
+
+
+def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entries], Entries, Layers]:
     """What an adapter holds, under the names of the tensors it is for: the base's own tensors that peft saved along
-    (embeddings of another size), tensors that replace the base's, and differences."""
+    (embeddings of another size) and tensors that replace the base's; differences; and what peft's layers merge."""
     originals: Entries = {}
     values: Entries = {}
     deltas: Entries = {}
     factors: dict[tuple[str, int], dict[str, str]] = {}
+    layers = Layers()
+    prefix = tuner_of(source.kind, source.label).prefix
     for key, info in source.infos.items():
         name = key.removeprefix(PREFIX)
-        if (found := _factor(name)) is not None:
+        if key.startswith(SHARED_PREFIX) and not key.startswith(PREFIX) and f".{prefix}" in key:
+            _put(source, layers.shared, key.removeprefix(SHARED_PREFIX), key)
+        elif source.kind == "LORA" and name.endswith(f".{TOKENS}"):
+            _put(source, layers.tokens, name.removesuffix(f".{TOKENS}"), key)
+        elif source.by_layers and (place := f".{name}".find(f".{prefix}")) > 0:
+            _put(source, layers.modules.setdefault(name[: place - 1], {}), name[place:], key)
+        elif not source.by_layers and (found := _factor(name)) is not None:
             module, depth, part = found
             _put(source, factors.setdefault((module, depth), {}), part, key)
         elif not any(wrapper in name for wrapper in WRAPPERS):
@@ -338,7 +392,7 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[Entries, Entries, En
         # With lora_bias peft gives a bias to layers without one too, which then does nothing.
         if key is not None and (bias in known or source.read(key).any()):
             _put(source, deltas, bias, (source.infos[key], partial(delta.scaled, key)))
-    return originals, values, deltas
+    return (originals, values), deltas, layers
 
 
 def _is_adapted(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from ..devices import CPU
 from ..errors import CheckpointError, shorten
 from .inventory import Inventory
 from .sources import TensorInfo
@@ -27,11 +28,12 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass
 class Checkpoint:
-    """Tensors of one checkpoint under the model's names, tied ones once."""
+    """Tensors of one checkpoint under the model's names, tied ones once; each is read onto `device`."""
 
     label: str
     entries: Entries
     ties: dict[str, list[str]] = field(default_factory=dict)
+    device: torch.device = CPU
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -47,10 +49,10 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.label}: {name!r} and {other_name!r} are tied in the model but differ in this checkpoint."
                 )
-        return tensor
+        return tensor.to(self.device)
 
     @classmethod
-    def from_entries(cls, label: str, entries: Entries, inventory: Inventory) -> Checkpoint:
+    def from_entries(cls, label: str, entries: Entries, inventory: Inventory, device: torch.device = CPU) -> Checkpoint:
         """Bring tied tensors under one name each. A file may hold any of the names, or several."""
         entries, ties = dict(entries), {}
         for name, aliases in inventory.aliases.items():
@@ -59,17 +61,24 @@ class Checkpoint:
                 chosen = name if name in present else present[0]
                 entries[name] = entries[chosen]
                 ties[name] = [alias for alias in present if alias != chosen]
-        return cls(label, entries, ties)
+        return cls(label, entries, ties, device)
 
 
 @dataclass
 class ExpertSet:
-    """What a build reads from: `names` are merged and recovered, `heads` kept whole per task."""
+    """What a build reads from: `names` are merged and recovered, `heads` kept whole per task.
+
+    `vocabulary` are those of `names` of which some tasks have more rows or fewer, in `own`: of the expert as it is.
+    `sizes` says how many tokens each task has, where the model has tensors with a row per token.
+    """
 
     base: Checkpoint
     experts: dict[str, Checkpoint]
     names: list[str]
     heads: list[str]
+    vocabulary: list[str] = field(default_factory=list)
+    own: dict[str, Checkpoint] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -80,6 +89,14 @@ class ExpertSet:
 
     def read_expert(self, task: str, name: str) -> Tensor:
         return self.experts[task].read(name)
+
+    def read_rows(self, task: str, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows of a task's tensor beyond the base's."""
+        return read_finite(self.own[task], name, dtype)[self.base.shape(name)[0] :]
+
+    def rows_shape(self, task: str, name: str) -> tuple[int, ...]:
+        size, *trailing = self.own[task].shape(name)
+        return (max(0, size - self.base.shape(name)[0]), *trailing)
 
 
 def check_experts(
@@ -126,6 +143,22 @@ def check_experts(
         else:
             names.append(name)
     return ExpertSet(base, experts, names, heads)
+
+
+def check_integers(names: Iterable[str], entries: Mapping[str, Entries]) -> None:
+    """Refuse checkpoints (entries by label) that differ in whole numbers, a permutation say: such tensors are neither
+    merged nor kept per task. Counts of the batches that were seen in training mean nothing."""
+    for name in names:
+        having = [(label, found[name][1]().cpu()) for label, found in entries.items() if name in found]
+        if name.endswith("num_batches_tracked") or not having:
+            continue
+        (first, expected), *others = having
+        for label, tensor in others:
+            if not torch.equal(tensor, expected):
+                raise CheckpointError(
+                    f"{label}: tensor {name!r} holds other whole numbers than in {first}: experts may differ in "
+                    "floating-point tensors only."
+                )
 
 
 def check_floating(label: str, name: str, dtype: torch.dtype) -> None:

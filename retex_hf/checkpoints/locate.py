@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from accelerate.utils import extract_model_from_parallel
@@ -13,6 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, HubError, first_line
 from ..hub_errors import HUB_ERRORS, check_token, explain, without_secrets
@@ -20,10 +22,14 @@ from ..paths import as_path
 from ..printing import visible
 from ..reading import check_links, read_json
 from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
+from .gguf_files import SUFFIX as GGUF_SUFFIX
+from .gguf_files import find_gguf, open_gguf
+from .quantized import FLOAT8, unpack
 from .sources import Source, open_files, open_state_dict, weight_files
 
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
-TRANSFORMERS_STEMS = ("model", "pytorch_model")
+# The last is what diffusers calls its weights.
+TRANSFORMERS_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
 # Everything a tokenizer or processor may need; the card, which says under which licence; and our recipe.
 SIDE_FILES = (
@@ -32,8 +38,17 @@ SIDE_FILES = (
 )  # fmt: skip
 # What is never run, and so not even fetched.
 CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
-# The weights that are read, and not the same ones again in other formats (`consolidated.safetensors`, `onnx/`).
-WEIGHTS = ("model*", "pytorch_model*", "open_clip*", "retex_*", f"{ADAPTER_STEM}*")
+# The weights that are read (also of the layers that a SentenceTransformer has after its transformer), and not the same
+# ones again in other formats (`consolidated.safetensors`, `onnx/`).
+WEIGHTS = (
+    "model*",
+    "pytorch_model*",
+    "diffusion_pytorch_model*",
+    "open_clip*",
+    "[0-9]*_*/model*",
+    "retex_*",
+    f"{ADAPTER_STEM}*",
+)
 
 
 # How a system says that a file cannot be called so.
@@ -45,18 +60,21 @@ def open_source(
 ) -> Source:
     """Open a base or expert checkpoint.
 
-    `spec` is a transformers or OpenCLIP folder, a Hub id (`org/name` or `org/name@revision`), OpenCLIP's
-    `local-dir:PATH` or `hf-hub:org/name`, a weight file, a module, or a state dict. `label` names it in messages.
-    With `adapters` it may also be a PEFT LoRA adapter: a folder, a Hub id or a `PeftModel`; see `align_source`.
+    `spec` is a folder of transformers, OpenCLIP, timm or diffusers, a Hub id (`org/name`, `org/name@revision`,
+    `org/name/subfolder`), OpenCLIP's `local-dir:PATH` or `hf-hub:org/name`, a weight file (also `org/name/file.gguf`),
+    a module, or a state dict. `label` names it in messages.
+    With `adapters` it may also be a PEFT adapter: a folder, a Hub id or a `PeftModel`; see `align_source`.
     """
     if isinstance(spec, PeftModel):
         return open_peft_model(spec, label) if adapters else _refuse_adapter(label, "a PeftModel")
     if isinstance(spec, nn.Module):
         spec = extract_model_from_parallel(spec, keep_torch_compile=False)  # of DDP and of torch.compile
+        whole = spec if _is_sentence_transformer(spec) else None
+        spec = spec if whole is None else _transformer_in(whole, label)
         tensors = spec.state_dict()
         origin = getattr(getattr(spec, "config", None), "_name_or_path", "") or type(spec).__name__
         provenance = {"source": "memory", "id": Path(origin).name if Path(origin).is_absolute() else origin}
-        return open_state_dict(tensors, label, model=spec, provenance=provenance)
+        return open_state_dict(tensors, label, model=spec, provenance=provenance, whole=whole)
     if isinstance(spec, Mapping):
         return open_state_dict(spec, label, provenance={"source": "memory", "id": "state_dict"})
     if not isinstance(spec, (str, Path)):
@@ -65,17 +83,40 @@ def open_source(
         )
     path, provenance = locate(spec, label, token=token, cache_dir=cache_dir)
     label = f"{label} ({path})"
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return open_gguf(path, label, provenance=provenance)
     if path.is_file():
         return open_files([path], label, provenance=provenance)
+    if (gguf := _only_gguf(path)) is not None:
+        return open_gguf(gguf, label, provenance=provenance)
     if is_adapter(path):
         if not adapters:
             _refuse_adapter(label, "a PEFT adapter")
         tensors = open_files(weight_files(path, (ADAPTER_STEM,)), label)
         folder = path if (path / TRANSFORMERS_CONFIG).is_file() else None  # which would name the labels
         settings = read_json_object(path / ADAPTER_CONFIG)
-        return open_adapter(tensors, settings, folder=folder, provenance=provenance | {"adapter": "lora"})
-    stems = OPEN_CLIP_STEMS if is_open_clip(path) else TRANSFORMERS_STEMS
-    return open_files(weight_files(path, stems), label, folder=path, provenance=provenance)
+        return open_adapter(tensors, settings, folder=folder, provenance=provenance)
+    if is_open_clip(path):
+        return open_files(weight_files(path, OPEN_CLIP_STEMS), label, folder=path, provenance=provenance)
+    files, config = weight_files(path, TRANSFORMERS_STEMS), read_json_object(path / TRANSFORMERS_CONFIG)
+    if config.get("quantization_config") is None:
+        return open_files(files, label, folder=path, provenance=provenance)
+    return unpack(open_files(files, label, more_dtypes=FLOAT8, folder=path, provenance=provenance), config)
+
+
+def _is_sentence_transformer(module: nn.Module) -> bool:
+    library = sys.modules.get("sentence_transformers")  # who has one has imported it
+    return library is not None and isinstance(module, library.SentenceTransformer)
+
+
+def _transformer_in(model: Any, label: str) -> PreTrainedModel:
+    """The transformers model of a SentenceTransformer, its first module."""
+    found = getattr(model[0], "auto_model", None)
+    if not isinstance(found, PreTrainedModel):
+        raise CheckpointError(
+            f"{label} is a SentenceTransformer that begins with a {type(model[0]).__name__}: expected a Transformer."
+        )
+    return found
 
 
 def locate(
@@ -91,12 +132,26 @@ def locate(
     if path.is_dir():
         check_checkpoint_folder(path, label)
         return path, {"source": "local", "id": path.resolve().name}
-    if text.startswith("local-dir:") or isinstance(spec, Path) or text.count("/") > 1 or text.startswith((".", "/")):
+    if text.startswith("local-dir:") or isinstance(spec, Path) or text.startswith((".", "/")):
         raise CheckpointError(f"{label}: {path} does not exist.")
-    repo_id, _, revision = text.removeprefix("hf-hub:").partition("@")
-    folder = download(repo_id, label, revision=revision or None, token=token, cache_dir=cache_dir)
+    name, _, revision = text.removeprefix("hf-hub:").partition("@")
+    owner, *rest = name.split("/")
+    repo_id, subfolder = "/".join([owner, *rest[:1]]), "/".join(rest[1:])
+    if subfolder and Path(owner).is_dir():  # a path that somebody mistyped is nobody's repository
+        raise CheckpointError(f"{label}: {path} does not exist.")
+    options = {"revision": revision or None, "token": token, "cache_dir": cache_dir}
+    if subfolder.endswith(GGUF_SUFFIX):
+        snapshot = download(repo_id, label, file=subfolder, **options)
+        if not (snapshot / subfolder).is_file():
+            raise CheckpointError(f"{label}: the repository {repo_id!r} has no file {subfolder!r}.")
+        check_links([snapshot / subfolder], snapshot, CheckpointError)
+        return snapshot / subfolder, {"source": "hub", "id": name, "revision": snapshot.name}
+    snapshot = download(repo_id, label, subfolder=subfolder or None, **options)
+    folder = snapshot / subfolder
+    if not folder.is_dir():
+        raise CheckpointError(f"{label}: the repository {repo_id!r} has no folder {subfolder!r}.")
     check_checkpoint_folder(folder, label)
-    return folder, {"source": "hub", "id": repo_id, "revision": folder.name}
+    return folder, {"source": "hub", "id": name, "revision": snapshot.name}
 
 
 def typed_path(text: str, label: str, token: str | None = None) -> Path:
@@ -120,16 +175,29 @@ def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: An
         raise CheckpointError(f"{label}: {repo_id!r} is not a local path, and the Hub says: {reason}") from None
 
 
-def fetch(repo_id: str, **kwargs: Any) -> Path:
-    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors."""
+def fetch(repo_id: str, *, subfolder: str | None = None, file: str | None = None, **kwargs: Any) -> Path:
+    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors; with
+    `subfolder`, of what lies in there; with `file`, of that file alone."""
+    if file is not None:
+        with _named_files(repo_id):
+            return Path(snapshot_download(repo_id, allow_patterns=[plain_subfolder(file)], **kwargs))
+    inside = "" if subfolder is None else f"{plain_subfolder(subfolder)}/"
     for suffix in (".safetensors", ".bin"):
-        patterns = [*SIDE_FILES, *(stem + suffix for stem in WEIGHTS)]
+        patterns = [inside + pattern for pattern in (*SIDE_FILES, *(stem + suffix for stem in WEIGHTS))]
         ignored = [f"*{ending}" for ending in CODE]
         with _named_files(repo_id):
             folder = Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **kwargs))
-        if any(folder.glob(f"*{suffix}")):
+        if any(folder.glob(f"{inside}*{suffix}")):
             break
     return folder
+
+
+def plain_subfolder(name: str) -> str:
+    """The name of a folder within another one, which is no pattern, and leads nowhere else."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or PurePosixPath(name).is_absolute() or any(sign in name for sign in "*?[\\"):
+        raise CheckpointError(f"{name!r} is not the name of a folder within a repository.")
+    return "/".join(parts)
 
 
 @contextmanager
@@ -154,12 +222,22 @@ def _named_files(repo_id: str) -> Iterator[None]:
 def check_checkpoint_folder(folder: Path, label: str) -> None:
     """Refuse a folder that holds no checkpoint, or files of which lie elsewhere."""
     check_links((file for file in folder.iterdir() if file.is_file()), folder, CheckpointError)
-    if is_adapter(folder):
+    if is_adapter(folder) or _only_gguf(folder) is not None:
         return
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
         if inner := sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")):
-            raise CheckpointError(f"{label}: {folder} holds adapters in folders {inner}: give one, as a local folder.")
+            raise CheckpointError(
+                f"{label}: {folder} holds adapters in folders {inner}: name one of them behind it, as '.../{inner[0]}'."
+            )
         raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that holds no weights in another form."""
+    others = (folder.glob(f"{stem}*{suffix}") for stem in OPEN_CLIP_STEMS for suffix in (".safetensors", ".bin"))
+    if any(next(files, None) is not None for files in others):
+        return None
+    return find_gguf(folder)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -40,7 +40,9 @@ class TensorInfo:
 @dataclass
 class Source(ABC):
     """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie, `files`
-    what the tensors are read from."""
+    what the tensors are read from; `packed` says that they are quantised there, as the config says, and not here.
+    `optional` are tensors of zeros that a model need not have. `whole` is what a `model` in memory is a part of: a
+    SentenceTransformer."""
 
     label: str
     infos: dict[str, TensorInfo]
@@ -48,6 +50,9 @@ class Source(ABC):
     model: nn.Module | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+    whole: nn.Module | None = None
+    packed: bool = False
+    optional: frozenset[str] = frozenset()
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -108,10 +113,12 @@ def check_plain(what: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{what} has the unsupported dtype {tensor.dtype}.")
 
 
-def open_files(files: list[Path], label: str, **kwargs: Any) -> Source:
-    """A source over weight files, all safetensors or all `torch.save` files."""
+def open_files(
+    files: list[Path], label: str, *, more_dtypes: Mapping[str, torch.dtype] | None = None, **kwargs: Any
+) -> Source:
+    """A source over weight files, all safetensors or all `torch.save` files; `more_dtypes` are read of the former."""
     if all(file.suffix == ".safetensors" for file in files):
-        return _open_safetensors(files, label, **kwargs)
+        return _open_safetensors(files, label, SAFETENSORS_DTYPES | (more_dtypes or {}), **kwargs)
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_torch_file(file).items():
@@ -127,7 +134,9 @@ def _check_name(file: Path, name: Any, known: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file} holds a tensor whose name has {len(name)} characters: {brief(name, 60)}.")
 
 
-def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> SafetensorsSource:
+def _open_safetensors(
+    files: list[Path], label: str, dtypes: Mapping[str, torch.dtype], **kwargs: Any
+) -> SafetensorsSource:
     infos, handles = {}, {}
     for file in files:
         try:
@@ -135,7 +144,7 @@ def _open_safetensors(files: list[Path], label: str, **kwargs: Any) -> Safetenso
             for name in handle.keys():  # noqa: SIM118  (not a dict)
                 _check_name(file, name, infos)
                 piece = handle.get_slice(name)
-                infos[name] = TensorInfo(tuple(piece.get_shape()), SAFETENSORS_DTYPES[piece.get_dtype()])
+                infos[name] = TensorInfo(tuple(piece.get_shape()), dtypes[piece.get_dtype()])
                 handles[name] = handle
         except FileNotFoundError:  # which safetensors also says where it may not read
             problem = "cannot be read: Permission denied" if file.exists() else "does not exist"

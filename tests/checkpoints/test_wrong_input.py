@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 import transformers as tf
 import writers
-from families import FAMILIES, TEXT
+from families import FAMILIES, OPEN_CLIP_VIT, TEXT
 from helpers import TASKS, make_experts, perturb
+from open_clip.model import CLIP
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retex_hf import CheckpointError, ConfigError, RetexConfig, RetexModel
+from retex_hf.libraries import openclip
 
 QUERY = "encoder.layer.1.attention.self.query.weight"
 
@@ -40,10 +43,12 @@ def nothing_is_written(tmp_path, monkeypatch):
     assert list(elsewhere.iterdir()) == []
 
 
-def refuse(message: str, base: Any, experts: Any, error: type = CheckpointError, **options) -> None:
+def refuse(
+    message: str, base: Any, experts: Any, error: type = CheckpointError, model_config: Any = None, **options
+) -> None:
     config = RetexConfig(**options)
     with pytest.raises(error, match=message) as caught:
-        RetexModel.from_experts(base, experts, config, progress=False)
+        RetexModel.from_experts(base, experts, config, progress=False, model_config=model_config)
     assert "\n" not in str(caught.value).strip()
 
 
@@ -185,10 +190,6 @@ def test_another_base_of_the_same_shapes(family):
     assert RetexModel.from_experts(base, experts, config, check_base=False, **options).tasks == TASKS
 
 
-def test_a_model_of_neither_library():
-    refuse("^Linear is neither a transformers nor an OpenCLIP model", nn.Linear(2, 2), {"red": nn.Linear(2, 2)})
-
-
 def test_nothing_says_which_model_it_is(base, experts):
     tensors = {task: expert.state_dict() for task, expert in experts.items()}
     refuse("^Bare tensors do not say which model they belong to", base.state_dict(), tensors)
@@ -275,7 +276,7 @@ def test_unsupported_dtype(base, experts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec", [Path("nowhere"), Path("a/b"), "./nowhere", "/no/where", "a/b/c", "local-dir:nowhere"], ids=str
+    "spec", [Path("nowhere"), Path("a/b"), Path("a/b/c"), "./nowhere", "/no/where", "local-dir:nowhere"], ids=str
 )
 def test_missing_folder(base, experts, spec):
     refuse("^expert 'blue': .* does not exist", base, experts | {"blue": spec})
@@ -284,6 +285,7 @@ def test_missing_folder(base, experts, spec):
 
 def test_neither_a_folder_nor_on_the_hub(base, experts):
     refuse("^the base: 'org/nowhere' is not a local path, and the Hub says: .+", "org/nowhere", experts)
+    refuse("^expert 'red': 'org/nowhere' is not a local path, and the Hub says: .+", base, {"red": "org/nowhere/part"})
     refuse("^expert 'red': 'not an id' is neither an existing path nor a Hub id", base, {"red": "not an id"})
 
 
@@ -381,3 +383,111 @@ def test_a_finished_merge_that_does_not_fit(base, experts, change, message, tmp_
     file = tmp_path / "merged.safetensors"
     save_file(changed(base, **change), file)
     refuse(rf"^the merged checkpoint \(.*merged\.safetensors\){message}", base, experts, merge=str(file))
+
+
+# ---- what experts must have in common --------------------------------------------------------------------------------
+
+
+LLAMA = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_parameters.rope_theta", {"rope_theta": 1e6}), ("rms_norm_eps", 1e-2), ("hidden_act", "gelu")],
+)
+def test_an_expert_that_computes_otherwise_is_refused(key, value, tmp_path):
+    base = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+    other = deepcopy(base)
+    setattr(other.config, key.split(".")[0], {**other.config.rope_parameters, **value} if "." in key else value)
+    message = f"expert 'blue'.* has {key}=.* in its configuration, and the other experts have"
+    refuse(message, base, {"red": base, "blue": other})
+    other.save_pretrained(tmp_path / "other")
+    refuse(f"other.* has {key}=.* in its configuration", base, {"red": base, "blue": tmp_path / "other"})
+
+
+def test_settings_of_training_and_of_labels_may_differ(tmp_path):
+    base = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+    other = deepcopy(base)
+    other.config.attention_dropout, other.config.initializer_range, other.config.use_cache = 0.3, 0.5, False
+    model = RetexModel.from_experts(base, {"red": base, "blue": other}, RetexConfig(rank=2))
+    assert model.tasks == ["red", "blue"]
+
+
+class Permuted(nn.Module):
+    """A module with whole numbers in its state."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("order", torch.tensor(order))
+
+    def forward(self, x):
+        return self.linear(x)[:, self.order]
+
+
+def test_experts_with_other_whole_numbers_are_refused():
+    base, other = Permuted([0, 1, 2, 3]), Permuted([3, 2, 1, 0])
+    other.load_state_dict({**base.state_dict(), "order": other.order})
+    same = deepcopy(base)
+    message = "expert 'blue'.*: tensor 'order' holds other whole numbers than in .*expert 'red'"
+    refuse(message, base, {"red": same, "blue": other})
+    model = RetexModel.from_experts(base, {"red": same, "blue": deepcopy(same)}, RetexConfig(rank=2))
+    with pytest.raises(CheckpointError, match="tensor 'order' holds other whole numbers than in the merged model"):
+        model.add_task("green", other)
+
+
+class Activated(nn.Module):
+    """A module that computes with more than its state."""
+
+    def __init__(self, eps: float = 1e-5, act: type[nn.Module] = nn.ReLU, scale: float = 1.0, drop: float = 0.0):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=eps), act(), nn.Dropout(drop))
+        self.register_buffer("scale", torch.full((2,), scale), persistent=False)
+
+    def forward(self, x):
+        return self.layers(x) * self.scale[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eps": 1.0}, r"module 'layers\.1' is a LayerNorm\(.*eps=1\.0.*, not \(.*eps=1e-05"),
+        ({"act": nn.GELU}, r"module 'layers\.2' is a torch\..*GELU, not a torch\..*ReLU"),
+        ({"scale": 2.0}, "buffer 'scale', which is not part of the state dict"),
+    ],
+)
+def test_a_module_that_computes_otherwise_is_refused(change, message, tmp_path):
+    base, other = Activated(), Activated(**change)
+    other.load_state_dict(base.state_dict())
+    experts = {"red": deepcopy(base), "blue": other}
+    refuse(rf"expert 'blue'.*: {message}.*experts must compute alike", base, experts)
+    with pytest.raises(CheckpointError, match=message):
+        RetexModel.from_experts(base, experts, RetexConfig(rank=2), output_dir=tmp_path / "built")
+    model = RetexModel.from_experts(base, {"red": base}, RetexConfig(rank=2), progress=False)
+    with pytest.raises(CheckpointError, match=message):
+        model.add_task("blue", other)
+
+
+def test_modules_that_differ_in_training_only_are_taken():
+    base, other = Activated(), Activated(drop=0.5)
+    other.load_state_dict(base.state_dict())
+    assert RetexModel.from_experts(base, {"red": base, "blue": other}, RetexConfig(rank=2)).tasks == ["red", "blue"]
+
+
+def test_clip_with_another_activation_is_refused(tmp_path):
+    plain, quick = (CLIP(**OPEN_CLIP_VIT, quick_gelu=quick) for quick in (False, True))
+    quick.load_state_dict(plain.state_dict())
+    message = r"module '.*' is a open_clip\..*QuickGELU, not a torch\..*GELU"
+    refuse(f"expert 'blue'.*: {message}", plain, {"red": deepcopy(plain), "blue": quick}, model_config=OPEN_CLIP_VIT)
+    refuse(rf"model_config does not make this model \({message}", quick, {"red": quick}, model_config=OPEN_CLIP_VIT)
+    refuse(r"model_config does not make this model \(", plain, {"red": plain}, model_config="ViT-B-32")
+    model = RetexModel.from_experts(plain, {"red": plain}, RetexConfig(rank=2), model_config=OPEN_CLIP_VIT)
+    folder = tmp_path / "quick"
+    openclip.describe(quick, OPEN_CLIP_VIT | {"quick_gelu": True}, None, None)
+    folder.mkdir()
+    openclip.save(quick, folder, "5GB")
+    with pytest.raises(CheckpointError, match=rf"quick.*: {message}"):
+        model.add_task("blue", folder)
