@@ -1,6 +1,6 @@
 """From many experts to one model, tensor by tensor. `register_merge` adds a method."""
 
-from . import adamerging, consensus, methods  # noqa: F401  (registers the built-in methods)
+from . import adamerging, consensus, geometry, methods, sce, sparse  # noqa: F401  (registers the built-in methods)
 from .registry import (
     Merger,
     TaskTensors,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..errors import ConfigError, InputError
-from .options import check_number
+from ..errors import InputError
+from .options import check_number, per_task
 from .registry import AUTO, Merger, TaskTensors, register_merge
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tall_mask(vector: Tensor, total: Tensor, threshold: float) -> Tensor:
 def consensus_vector(vectors: Sequence[Tensor] | Tensor, thresholds: Sequence[float]) -> Tensor:
     """The sum of task vectors where at least two of them claim the entry, and zero elsewhere."""
     total = sum(vectors)
-    claims = torch.zeros(total.shape, dtype=torch.int16)
+    claims = torch.zeros(total.shape, dtype=torch.int16, device=total.device)
     for vector, threshold in zip(vectors, thresholds, strict=True):
         claims += tall_mask(vector, total, threshold)
     return total * (claims >= AGREEING_TASKS)
@@ -100,11 +100,7 @@ def consensus(
 
 
 def _per_task(thresholds: float | dict[str, float], tasks: Sequence[str]) -> list[float]:
-    values = thresholds if isinstance(thresholds, dict) else dict.fromkeys(tasks, thresholds)
-    if set(values) != set(tasks):
-        raise ConfigError(
-            f"RetexConfig.merge: thresholds must have one number per task {list(tasks)}, not {list(values)}."
-        )
-    for value in values.values():
-        check_number("thresholds", value)
-    return [values[task] for task in tasks]
+    if not isinstance(thresholds, dict):
+        check_number("thresholds", thresholds)
+        thresholds = dict.fromkeys(tasks, thresholds)
+    return per_task("thresholds", thresholds, tasks)

@@ -28,6 +28,7 @@ SAMPLE_SIZE = 1 << 17
 # How many standard deviations of the sample's own error a bracket reaches to either side.
 SAMPLE_MARGIN = 6
 CHUNK = 1 << 15  # entries that are worked on while they are in the processor's cache
+LARGE_CHUNK = 1 << 24  # of another device, where starting an operation costs more than memory does
 
 
 def magnitude_thresholds(read: Read, num_vectors: int, size: int, density: float) -> list[float]:
@@ -61,6 +62,11 @@ def vector_thresholds(tensors: TaskTensors, density: float) -> list[float]:
 
     size = sum(tensors.read_base(name).numel() for name in tensors.names)
     return magnitude_thresholds(read, len(tensors.tasks), size, density)
+
+
+def chunk_size(tensor: Tensor) -> int:
+    """How many entries to work on at a time, where a tensor lies."""
+    return CHUNK if tensor.device.type == "cpu" else LARGE_CHUNK
 
 
 def trimming_bounds(limits: list[float]) -> list[float]:
@@ -137,7 +143,8 @@ def _bracket(sample: np.ndarray, size: int, kept: int) -> _Search:
 def _magnitudes(expert: Tensor, base: Tensor) -> Iterator[np.ndarray]:
     """`|expert - base|` as integers that sort alike, a chunk at a time; in numpy, which compares faster than torch."""
     expert, base = expert.reshape(-1), base.reshape(-1)
-    for start in range(0, len(expert), CHUNK):
-        part = slice(start, start + CHUNK)
-        bits = torch.sub(expert[part].float(), base[part].float()).numpy().view(np.int32)
+    step = chunk_size(expert)
+    for start in range(0, len(expert), step):
+        part = slice(start, start + step)
+        bits = torch.sub(expert[part].float(), base[part].float()).cpu().numpy().view(np.int32)
         yield np.bitwise_and(bits, MAGNITUDE_BITS, out=bits)

@@ -16,12 +16,12 @@ TASKS = ["x", "y", "z", "w"]
 class Tensors:
     """A `TaskTensors` in memory; counts what is read."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, step: float = 1.0) -> None:
-        self.tasks, self.names = TASKS, list(SHAPES)
+    def __init__(self, dtype: torch.dtype = torch.float32, step: float = 1.0, tasks: list[str] = TASKS) -> None:
+        self.tasks, self.names = list(tasks), list(SHAPES)
         self.base = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
         self.experts = {
             task: {name: (self.base[name] + step * torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}
-            for task in TASKS
+            for task in self.tasks
         }
 
     def read_base(self, name: str) -> Tensor:
@@ -32,7 +32,7 @@ class Tensors:
 
     def merge(self, method: str, **options) -> dict[str, Tensor]:
         merger = get_merger(method, options, self)
-        return {n: merger(n, self.base[n], [self.experts[t][n] for t in TASKS]) for n in self.names}
+        return {n: merger(n, self.base[n], [self.experts[t][n] for t in self.tasks]) for n in self.names}
 
     def vector(self, tensors: dict[str, Tensor]) -> Tensor:
         return torch.cat([tensors[name].flatten() for name in self.names]).float()
@@ -54,7 +54,8 @@ def test_average_is_the_mean():
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_average_of_equal_tensors_is_that_tensor_to_the_bit(dtype, count):
     tensor = torch.randn(50, 40).to(dtype)
-    merged = get_merger("average", {}, Tensors())("w", tensor, [tensor] * count)
+    tensors = Tensors(tasks=[f"task {number}" for number in range(count)])
+    merged = get_merger("average", {}, tensors)("w", tensor, [tensor] * count)
     assert torch.equal(merged, tensor.float())
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import FAMILIES
@@ -9,7 +14,7 @@ from helpers import TASKS, assert_same, make_experts
 
 from retex_hf import ConfigError, RetexConfig, RetexModel, merge_methods, register_merge
 from retex_hf.checkpoints import take_inventory
-from retex_hf.merging import registry
+from retex_hf.merging import get_merger, registry
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,67 @@ def merged(bert, merge) -> dict[str, torch.Tensor]:
 
 
 def test_built_in_methods():
-    assert merge_methods() == ["adamerging", "average", "consensus", "task_arithmetic", "ties"]
+    assert merge_methods() == [
+        "adamerging",
+        "average",
+        "breadcrumbs",
+        "breadcrumbs_ties",
+        "consensus",
+        "dare_linear",
+        "dare_ties",
+        "della",
+        "della_linear",
+        "karcher",
+        "model_stock",
+        "sce",
+        "task_arithmetic",
+        "ties",
+    ]
+
+
+def test_the_table_of_methods_has_them_all_with_their_options_and_defaults():
+    text = (Path(__file__).parents[2] / "docs" / "merging.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| .* \| (mean|sum|none) \|$", text, re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == merge_methods()
+    for name, cell, weights in rows:
+        options = registry._keyword_options(registry._METHODS[name].function)
+        told = dict(re.findall(r"`(\w+)`(?: ([^,]+))?", cell))
+        assert told.keys() == options.keys(), name
+        assert ("weights" in options) == (weights != "none"), name
+        for option, default in options.items():
+            if default is None:  # weights, or the scale that depends on them
+                assert told[option] == ("0.3" if option == "scale" else "")
+            else:
+                assert ast.literal_eval(told[option]) == default, (name, option)
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        {"method": "average", "weights": {"red": 0.2, "green": 1.5, "blue": 1}},
+        {"method": "dare_ties", "density": 0.3, "seed": 4},
+        {"method": "breadcrumbs", "weights": [0.5, 0.5, -0.2]},
+        "model_stock",
+        "sce",
+        "karcher",
+    ],
+)
+def test_a_model_is_merged_tensor_by_tensor_as_its_tensors_are(bert, merge):
+    base, experts = bert[0].state_dict(), {task: expert.state_dict() for task, expert in bert[1].items()}
+    names = list(take_inventory(bert[0]).shapes)
+    tensors = SimpleNamespace(tasks=TASKS, names=names, read_base=base.get, read_expert=lambda t, n: experts[t][n])
+    options = dict(merge) if isinstance(merge, dict) else {"method": merge}
+    merger = get_merger(options.pop("method"), options, tensors)
+    expected = {name: merger(name, base[name], [experts[task][name] for task in TASKS]) for name in names}
+    actual = merged(bert, merge)
+    assert_same({name: actual[name] for name in names}, expected, exact=True)
+
+
+def test_a_misspelt_task_is_refused(bert):
+    with pytest.raises(
+        ConfigError, match=r"one number per task \['red', 'green', 'blue'\], not \['red', 'gren', 'blue'\]"
+    ):
+        merged(bert, {"method": "task_arithmetic", "weights": {"red": 1, "gren": 1, "blue": 1}})
 
 
 def test_a_function_of_one_parameter(bert):
@@ -78,8 +143,11 @@ def test_unknown_method_lists_the_known_ones(bert):
 @pytest.mark.parametrize(
     ("merge", "message"),
     [
-        ({"method": "average", "scale": 1}, r"method 'average' has no option 'scale'; it takes \[\]"),
-        ({"method": "ties", "densty": 0.1}, r"has no option 'densty'; it takes \['density', 'scale', 'trim'\]"),
+        ({"method": "average", "scale": 1}, r"method 'average' has no option 'scale'; it takes \['weights'\]"),
+        (
+            {"method": "ties", "densty": 0.1},
+            r"has no option 'densty'; it takes \['density', 'scale', 'trim', 'weights'\]",
+        ),
     ],
 )
 def test_unknown_option_lists_the_known_ones(bert, merge, message):
