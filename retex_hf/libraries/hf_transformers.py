@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 import transformers
@@ -28,10 +30,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.generic import is_timm_config_dict
 
-from ..checkpoints.adapters import ADAPTER_CONFIG
+from ..checkpoints.adapters import ADAPTER_CONFIG, AdapterSource
+from ..checkpoints.gguf_files import GgufSource
+from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
 from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
+from . import sentence_modules
 from .containment import contained
 from .limits import check_counts, check_weights, limited_pieces
 from .untrusted_config import check_options, vet_generation_config, vet_transformers_config
@@ -39,6 +44,8 @@ from .untrusted_config import check_options, vet_generation_config, vet_transfor
 NAME = "transformers"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS_STEM, SHARDED = "model", True
+# Whether `return_dict=False` of `forward` gives a tuple of what are named fields otherwise.
+NAMES_FIELDS = True
 # Classes whose outer layer belongs to the task, not to the language or the image.
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
 # For the few such classes that do not nest their backbone under `base_model_prefix`.
@@ -49,6 +56,26 @@ OTHER_COUNTS = {"num_labels", "num_classes", "num_experts", "first_k_dense_repla
 MAY_FETCH = {
     "attn_implementation", "experts_implementation", "quantization_config", "use_kernels", "kernel_config",
 }  # fmt: skip
+# What models are given to understand.
+INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values",
+          "past_values", "flattened_patches", "bbox")  # fmt: skip
+# How a dual encoder calls the similarities that it gives, and its methods for what is not text.
+SIMILARITY = re.compile(r"^logits_(per_\w+|\w+_text)$")
+ENCODERS = tuple(
+    f"get_{kind}_{what}" for kind in ("image", "video", "audio", "speech") for what in ("features", "embeds")
+)
+# What configurations say that no output in evaluation depends on, or that heads and vocabularies have of their own.
+LABEL_MAPS = ("id2label", "label2id", "task_specific_params", "quantization_config", "auto_map")
+NOT_COMPUTED = re.compile(
+    r"_.*|architectures|transformers_version|(torch_)?dtype|name_or_path|num_labels|num_classes|label_names|problem_type|"
+    r"finetuning_task|tokenizer_class|use_cache|return_dict|output_\w+|\w*drop(out|_rate|_path|_prob|layer|_rates?)?\w*|"
+    r"\w*layerdrop|initializer_\w+|init_\w+|\w*init_(std|scale|range|value|method)\w*|gradient_checkpointing|\w*vocab_size|"
+    r"(attn|experts)_implementation|pruned_heads|chunk_size_feed_forward|max_position_embeddings|n_positions|n_ctx|"
+    r"model_max_length|max_length|min_length|mask_(time|feature)_\w+|apply_spec_augment|\w*loss\w*|\w*aux\w*|label_smoothing|"
+    r"keys_to_ignore_at_inference|pretrained_cfg|tie_word_embeddings|reference_compile|pad_to_multiple_of|pretraining_tp"
+)
+TOKEN_ID = re.compile(r"_token_ids?$|_token_index$")
+logger = logging.getLogger(__name__)
 # Constants that earlier versions of transformers saved and that models compute today.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
@@ -78,8 +105,11 @@ class _Description:
     generation: dict[str, Any] | None
 
     @classmethod
-    def read(cls, files: FolderFiles) -> _Description:
+    def read(cls, files: FolderFiles, packed: bool = False) -> _Description:
+        """Read the files; `packed`: the weights are quantised on the disk, but not as they are handed on."""
         path, values = files.folder / CONFIG, files.json(CONFIG)
+        if packed:
+            values.pop("quantization_config", None)
         if files.has(ADAPTER_CONFIG):
             raise CheckpointError(
                 f"{files.folder} holds a model and an adapter ({ADAPTER_CONFIG}), which would change it."
@@ -149,13 +179,13 @@ def load(
         kwargs: Go to transformers' own `from_pretrained`.
     """
     tensors = {name: source.read(name).clone() if copy else source.read(name) for name in source.infos}
-    return _load(_Description.read(files or FolderFiles(folder)), tensors, strict, kwargs)
+    return _load(_Description.read(files or FolderFiles(folder), source.packed), tensors, strict, kwargs)
 
 
 def load_on_meta(folder: Path, source: Source) -> PreTrainedModel:
     """Make what `load` gives, without the values: names, shapes, dtypes, ties and configuration."""
     tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.infos.items()}
-    return _load(_Description.read(FolderFiles(folder)), tensors, False, {"device_map": "meta"})
+    return _load(_Description.read(FolderFiles(folder), source.packed), tensors, False, {"device_map": "meta"})
 
 
 def _load(
@@ -171,7 +201,7 @@ def _load(
                 with torch.device("meta"):
                     cls = type(AutoModel.from_config(deepcopy(config), trust_remote_code=False))
             model, report = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
-    except RetexError:
+    except (RetexError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
@@ -225,7 +255,7 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> P
 @contextmanager
 def limited(folder: Path, source: Source) -> Iterator[None]:
     """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
-    description = _Description.read(FolderFiles(folder))
+    description = _Description.read(FolderFiles(folder), source.packed)
     _check_counts(description, source)
     with limited_pieces(description.path, source):
         yield
@@ -247,17 +277,19 @@ def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) ->
 
 def _model_class(name: str, asked_by: Path | str) -> type:
     # Not `getattr` alone: it would import whatever module transformers has under a name.
-    cls = getattr(transformers, name, None) if name.isidentifier() and name[0].isupper() else None
+    cls = getattr(transformers, name, None) if name.isidentifier() and not name.islower() else None
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
     if cls is not AutoModel and not (is_model and cls.config_class is not None):
         raise CheckpointError(f"{asked_by} asks for {brief(name)}, which is no model class of transformers.")
     return cls
 
 
-def load_config(folder: Path) -> PreTrainedConfig:
-    """Return the configuration of a folder."""
-    files = FolderFiles(folder)
-    path, values = folder / CONFIG, files.json(CONFIG)
+def load_config(source: Source) -> PreTrainedConfig:
+    """Return the configuration in a source's folder."""
+    files = FolderFiles(source.folder)
+    path, values = source.folder / CONFIG, files.json(CONFIG)
+    if source.packed:
+        values.pop("quantization_config", None)
     vetted = vet_transformers_config(values, path, _config_class(values, path))
     return _Description(path, "AutoModel", AutoModel, vetted, None).config()
 
@@ -278,8 +310,21 @@ def from_config(
     return model.eval()
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast a model in place to what `from_pretrained(dtype=dtype)` gives: constants that it computes stay as they are,
+    and so does what its class keeps in float32."""
+    kept = [re.escape(name).replace(r"\*", r"[^.]+") for name in model._get_dtype_plan(dtype)]
+    pattern = re.compile(rf"(^|\.)({'|'.join(kept)})(\.|$)") if kept else None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            own = torch.float32 if pattern is not None and pattern.search(name) else dtype
+            tensor.data = tensor.data.to(own)
+    model.config.dtype = dtype
+
+
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> None:
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    sentence_modules.write(model, folder)
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
@@ -289,6 +334,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(own, state_dict={})
         for file in Path(own).iterdir():
             file.replace(folder / file.name)
+    sentence_modules.write(model, folder)
 
 
 def saved_names(model: PreTrainedModel) -> list[str]:
@@ -325,6 +371,8 @@ def align(
     Returns `{model name: (info, read)}` and the source's names that the model does not have. Conversions are planned on
     meta tensors, so no tensor is read before it is asked for.
     """
+    if isinstance(source, GgufSource):
+        source = source.for_model(model)
     known = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -368,6 +416,7 @@ def align(
                     f"but the model has {tuple(known[name].shape)}."
                 )
             aligned[name] = (info, lambda name=name, convert=convert: convert(source.read)[name])
+    unexpected = [key for key in unexpected if key not in source.optional]
     ignored = [CONSTANTS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return aligned, [key for key in unexpected if not any(pattern.search(key) for pattern in ignored)]
 
@@ -416,10 +465,128 @@ def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
     model.num_labels = len(model.config.id2label)
 
 
+def vocabulary_names(model: PreTrainedModel, inventory: Inventory) -> list[str]:
+    """Names of tensors with a row per token: input embeddings, the output layer and its bias, tied ones once."""
+    try:
+        modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    except NotImplementedError:  # models of images or sounds
+        return []
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    kinds = (nn.Embedding, nn.Linear)
+    own = {id(tensor) for module in modules if isinstance(module, kinds) for tensor in module.parameters()}
+    tensors = model.state_dict(keep_vars=True)
+    return [name for name in inventory.shapes if id(tensors[name]) in own and len(tensors[name]) == size]
+
+
+def resize_vocabulary(model: PreTrainedModel, size: int, base: Source) -> None:
+    """Tell a model of the number of tokens that its tensors have; special tokens beyond it are the base's."""
+    config = _config_of(base)
+    for holder in filter(None, (model.config, getattr(model, "generation_config", None))):
+        beyond = [key for key, value in _token_ids(holder).items() if max(_as_list(value)) >= size]
+        ids = {key: None if config is None else getattr(config.get_text_config(), key, None) for key in beyond}
+        ids = {key: value if value is not None and max(_as_list(value)) < size else None for key, value in ids.items()}
+        _set_token_ids(holder, ids)
+    set_vocabulary(model, size, {})
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= len(module.weight):
+            module.padding_idx = None  # of gradients only
+
+
+def set_vocabulary(model: PreTrainedModel, size: int, token_ids: Mapping[str, Any]) -> None:
+    """Give a model the number of tokens and the special tokens of a task; loss functions read them from here."""
+    old, new = model.config, deepcopy(model.config)
+    new.get_text_config().vocab_size = size
+    _set_token_ids(new, token_ids)
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+    if token_ids and getattr(model, "generation_config", None) is not None:
+        model.generation_config = deepcopy(model.generation_config)
+        _set_token_ids(model.generation_config, token_ids)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings = len(module.weight)
+        elif isinstance(module, nn.Linear):
+            module.out_features = len(module.weight)
+
+
+def own_token_ids(model: PreTrainedModel, source: Source) -> dict[str, Any]:
+    """Special tokens that a checkpoint's configuration gives other numbers than the model's."""
+    config = _config_of(source)
+    known = _token_ids(model.config)
+    return {} if config is None else {key: v for key, v in _token_ids(config).items() if known.get(key) != v}
+
+
+def check_configuration(model: PreTrainedModel, source: Source) -> None:
+    """Refuse a checkpoint whose model computes otherwise than this one (other angles of rotation, another activation):
+    experts share one configuration. Other special tokens are only warned of."""
+    config = _config_of(source)
+    if config is None or type(config) is not type(model.config):
+        return
+    own, shared = _flat(config.to_dict()), _flat(model.config.to_dict())
+    for key in sorted(own.keys() & shared.keys()):
+        name = key.rpartition(".")[2]
+        if own[key] == shared[key] or NOT_COMPUTED.fullmatch(name):
+            continue
+        found = f"{source.label} has {key}={brief(own[key])} in its configuration, and the other experts have "
+        if not TOKEN_ID.search(name):
+            raise CheckpointError(f"{found}{brief(shared[key])}: experts must compute alike.")
+        logger.warning("%s%s, which all of them get.", found, brief(shared[key]))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by path, without what is of single tokens or labels."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in LABEL_MAPS:
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif key not in LABEL_MAPS:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def _config_of(source: Source) -> PreTrainedConfig | None:
+    if isinstance(source, AdapterSource):  # beside which lie labels, at most
+        return None
+    if source.folder is not None and (source.folder / CONFIG).is_file():
+        return load_config(source)
+    return source.model.config if owns(source.model) else None
+
+
+def _token_ids(config: Any) -> dict[str, Any]:
+    """The special tokens that a configuration gives a number, or several."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = {key: value for key, value in text.to_dict().items() if key.endswith("_token_id")}
+    return {key: v for key, v in found.items() if v not in (None, []) and all(type(i) is int for i in _as_list(v))}
+
+
+def _set_token_ids(config: Any, ids: Mapping[str, Any]) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key, value in ids.items():
+        setattr(text, key, value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def is_dual_encoder(model: PreTrainedModel) -> bool:
-    """Whether images (or sounds) and texts are encoded apart, so that their rows need not correspond."""
-    has_scale = hasattr(model, "logit_scale") or hasattr(model, "logit_scale_a")  # CLAP has two
-    return has_scale and hasattr(model, "get_text_features")
+    """Whether images (or sounds, or videos) and texts are encoded apart, so that their rows need not correspond: such a
+    model gives the similarity of each with each."""
+    has_text_tower = hasattr(model, "text_model") or hasattr(model, "get_text_features")
+    return has_text_tower and any(SIMILARITY.match(field) for field in _output_fields(type(model)))
+
+
+@cache
+def _output_fields(model_class: type[PreTrainedModel]) -> frozenset[str]:
+    """Names of the fields of what `forward` says it returns."""
+    forward = inspect.unwrap(model_class.forward)
+    try:
+        returned = get_type_hints(forward).get("return")
+    except NameError:  # a hint of something that is imported for type checkers only
+        return frozenset()
+    classes = [cls for cls in (returned, *get_args(returned)) if dataclasses.is_dataclass(cls)]
+    return frozenset(field.name for cls in classes for field in dataclasses.fields(cls))
 
 
 def is_text_parameter(name: str) -> bool:
@@ -428,21 +595,43 @@ def is_text_parameter(name: str) -> bool:
 
 
 def feature_root(model: PreTrainedModel) -> nn.Module:
-    """The module that turns inputs into features: the image side of a dual encoder, the encoder of an
-    encoder-decoder, else the whole model."""
+    """The module where inputs become features: the image side of a dual encoder, the encoder of an encoder-decoder,
+    else the whole model."""
     if is_dual_encoder(model):
-        return next(
-            getattr(model, name) for name in ("vision_model", "vision_tower", "audio_model") if hasattr(model, name)
-        )
+        towers = [module for name, module in model.named_children() if not is_text_parameter(name)]
+        return max(towers, key=lambda module: sum(parameter.numel() for parameter in module.parameters()))
     return model.get_encoder() if model.config.is_encoder_decoder else model
+
+
+def feature_call(model: PreTrainedModel) -> tuple[str, str]:
+    """The part of the model that turns inputs into features, and its method that does."""
+    encoder = next((name for name in ENCODERS if hasattr(model, name)), None)
+    if is_dual_encoder(model) and encoder is not None:
+        return "", encoder
+    root = feature_root(model)
+    if root is model or not (is_dual_encoder(model) or _takes_all_inputs(root, model)):
+        return "", "forward"
+    return next(name for name, module in model.named_modules() if module is root), "forward"
+
+
+def _takes_all_inputs(encoder: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether an encoder takes what its model takes: texts, images, sounds, whatever there is."""
+    accepted = inspect.signature(encoder.forward).parameters
+    taken = inspect.signature(model.forward).parameters
+    return all(name in accepted for name in (*main_inputs(model), *INPUTS) if name in taken)
+
+
+def main_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """What the model calls its main inputs, some of several: of a dual encoder, those that are not text."""
+    if is_dual_encoder(model):
+        path, method = feature_call(model)
+        return tuple(inspect.signature(getattr(model.get_submodule(path), method)).parameters)[:1]
+    names = model.main_input_name
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
     """Names of inputs that say how many rows a batch has, first match wins."""
-    first = ("pixel_values", "input_features") if is_dual_encoder(model) else (model.main_input_name,)
-    return (*first, "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "inputs")
-
-
-def tuple_fields(method: str) -> tuple[str, ...]:
-    """transformers outputs carry their field names."""
-    return ()
+    # A text may have several images, or none, unless the texts are apart.
+    texts = () if is_dual_encoder(model) else ("input_ids", "inputs_embeds")
+    return (*texts, *main_inputs(model), *INPUTS, "inputs")

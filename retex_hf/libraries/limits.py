@@ -31,6 +31,8 @@ COUNT = re.compile(
     r"(^|_)(num|n|layers?|depths?|blocks?|labels?|heads?|experts?|stages?)(_|$)"
     r"|^(attention_types|first_k_dense_replace|out_indices)$"
 )
+# Of libraries whose configurations hold little but sizes.
+ANY_KEY = re.compile("")
 # No count of a real model comes near, and this many of anything small are made in a moment.
 HARMLESS_COUNT = 100_000
 # Sizes of square matrices of complex numbers that a model computes when it is made, whatever the device (FNet).
@@ -162,3 +164,12 @@ def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[s
 
 def _bytes(tensor: Tensor) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+@contextmanager
+def limited_model(path: Path, sizes: Mapping[str, Any], source: Source) -> Iterator[None]:
+    """Within this context, a model is made only if its weights (`source`) could fill it; every number in its
+    configuration (at `path`) may be a size."""
+    check_counts(path, sizes, source, keys=ANY_KEY)
+    with limited_pieces(path, source):
+        yield

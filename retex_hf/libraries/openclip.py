@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -19,24 +18,33 @@ from open_clip.model import CLIP, CustomTextCLIP
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import Source, TensorInfo
+from ..devices import SPREAD
 from ..errors import CheckpointError, RetexError, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
+from .alike import check_alike, structure_difference
 from .containment import contained
-from .limits import check_counts, check_weights, limited_pieces
+from .limits import check_weights, limited_model
 from .untrusted_config import text_tower, vet_open_clip_config
 
 NAME = "open_clip"
 CONFIG, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
 WEIGHTS_STEM, SHARDED = Path(WEIGHTS_FILE).stem, False
-# Every number in OpenCLIP's configuration is a size.
-ANY_KEY = re.compile("")
+NAMES_FIELDS = False
+# How OpenCLIP begins to say that a model has no weights yet.
+WITHOUT_WEIGHTS = ("No pretrained weights loaded", "Local config loaded, but no CLIP weights found")
 # Where we keep what an OpenCLIP model does not: the dict of its own `open_clip_config.json`.
 CONFIG_ATTRIBUTE = "open_clip_config"
 
 
 def owns(model: nn.Module) -> bool:
     return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
+
+
+def architecture(folder: Path) -> str:
+    """An OpenCLIP folder says which library it is of, not which class."""
+    return NAME
 
 
 def load(
@@ -47,6 +55,7 @@ def load(
     copy: bool = True,
     strict: bool = True,
     dtype: torch.dtype | None = None,
+    device_map: Any = None,
     **options: Any,
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the model it describes, and remember its configuration.
@@ -55,6 +64,7 @@ def load(
     """
     if options:
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+    device = _one_device(device_map)
     config = vetted_config(folder, files)
     model = _create(folder, config)
     aligned, unexpected = align(model, source)
@@ -67,7 +77,22 @@ def load(
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
     setattr(model, CONFIG_ATTRIBUTE, config)
+    model = model if device is None else model.to(device)
     return model if dtype is None else model.to(dtype)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model in place."""
+    model.to(dtype)
+
+
+def _one_device(device_map: Any) -> Any:
+    """The device that a `device_map` of one entry names; None where there is no map."""
+    if isinstance(device_map, dict) and list(device_map) == [""]:
+        return device_map[""]
+    if isinstance(device_map, dict) or device_map in SPREAD:
+        raise CheckpointError(f"an OpenCLIP model goes to one device, not where device_map={device_map!r} says.")
+    return device_map
 
 
 def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
@@ -92,13 +117,9 @@ def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
         raise CheckpointError(f"{path} does not describe an OpenCLIP model: {first_line(error)}") from error
 
 
-@contextmanager
-def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> Iterator[None]:
+def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
     """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
-    path = folder / CONFIG
-    check_counts(path, vetted_config(folder, files), source, keys=ANY_KEY)
-    with limited_pieces(path, source):
-        yield
+    return limited_model(folder / CONFIG, vetted_config(folder, files), source)
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
@@ -120,7 +141,7 @@ def _no_warning_of_missing_weights() -> Iterator[None]:
     root = logging.getLogger()
 
     def others(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("No pretrained weights loaded")
+        return not record.getMessage().startswith(WITHOUT_WEIGHTS)
 
     root.addFilter(others)
     try:
@@ -144,9 +165,9 @@ def describe(
         if hasattr(model, CONFIG_ATTRIBUTE):
             return
         if folder is not None and (folder / CONFIG).is_file():
-            setattr(model, CONFIG_ATTRIBUTE, vetted_config(folder))
+            _attach(model, vetted_config(folder), folder)
         elif hasattr(sibling, CONFIG_ATTRIBUTE):
-            setattr(model, CONFIG_ATTRIBUTE, getattr(sibling, CONFIG_ATTRIBUTE))
+            _attach(model, getattr(sibling, CONFIG_ATTRIBUTE), Path("the base's configuration"))
         else:
             raise CheckpointError(
                 "An OpenCLIP module does not know its own configuration: "
@@ -160,7 +181,26 @@ def describe(
     for key, attribute in (("mean", "image_mean"), ("std", "image_std")):
         if getattr(model.visual, attribute, None) is not None:
             preprocess.setdefault(key, list(getattr(model.visual, attribute)))
-    setattr(model, CONFIG_ATTRIBUTE, {"model_cfg": config, "preprocess_cfg": preprocess})
+    _attach(model, {"model_cfg": config, "preprocess_cfg": preprocess}, Path("model_config"))
+
+
+def _attach(model: nn.Module, config: dict[str, Any], path: Path) -> None:
+    """Let a model carry a configuration, after it was compared with what that makes."""
+    with torch.device("meta"):
+        made = _create(path, config, device="meta")
+    difference = structure_difference(model, made)
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    for name, tensor in model.state_dict().items():
+        if shapes.pop(name, None) != tuple(tensor.shape):
+            difference = difference or f"tensor {name!r} has shape {tuple(tensor.shape)}"
+    if shapes and difference is None:
+        difference = f"tensor {next(iter(shapes))!r} is missing"
+    if difference is not None:
+        raise CheckpointError(
+            f"{path} does not make this model ({difference}): pass model_config=, the architecture name or the dict "
+            "that it was made with, to from_experts."
+        )
+    setattr(model, CONFIG_ATTRIBUTE, config)
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
@@ -223,6 +263,21 @@ def num_labels(model: nn.Module) -> int | None:
     return None
 
 
+def check_configuration(model: nn.Module, source: Source) -> None:
+    """Refuse a checkpoint whose model computes otherwise than this one: with QuickGELU, say."""
+    check_alike(model, source, _described)
+
+
+def _described(folder: Path, source: Source) -> nn.Module:
+    with limited(folder, source):
+        return load_on_meta(folder)
+
+
+def vocabulary_names(model: nn.Module, inventory: Inventory) -> list[str]:
+    """OpenCLIP's towers share one tokenizer, which experts do not extend."""
+    return []
+
+
 def is_dual_encoder(model: nn.Module) -> bool:
     """CoCa's captions belong to their images; in the other classes images and texts are encoded apart."""
     return not isinstance(model, CoCa)
@@ -237,13 +292,16 @@ def feature_root(model: nn.Module) -> nn.Module:
     return model.visual
 
 
+def feature_call(model: nn.Module) -> tuple[str, str]:
+    """The part of the model that turns inputs into features, and its method that does."""
+    return "visual", "forward"
+
+
+def main_inputs(model: nn.Module) -> tuple[str, ...]:
+    """What models and their `generate` call the images."""
+    return ("image", "images")
+
+
 def row_inputs(model: nn.Module) -> tuple[str, ...]:
-    return ("image", "images", "text")
-
-
-def tuple_fields(method: str) -> tuple[str, ...]:
-    """Names of the values that a method returns as a tuple."""
-    return {
-        "forward": ("image_features", "text_features", "logit_scale", "logit_bias"),
-        "get_logits": ("image_logits", "text_logits"),
-    }.get(method, ())
+    """Names of inputs that say how many rows a batch has, first match wins."""
+    return (*main_inputs(model), "text")

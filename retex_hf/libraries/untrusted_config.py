@@ -49,6 +49,10 @@ TIMM_DATA = {
     "test_crop_pct", "test_crop_mode", "mean", "std", "num_classes", "label_offset", "label_names",
     "label_descriptions", "pool_size", "first_conv", "classifier", "tag",
 }  # fmt: skip
+# What timm's own configurations say of a model besides.
+OF_TIMM_MODELS = {"architecture", "num_classes", "num_features", "global_pool", "label_names", "label_descriptions"}
+# Arguments of timm's factory that load, fetch or wrap something, and say nothing of a model's shape.
+NOT_OF_SHAPE = re.compile(r"pretrained.*|checkpoint_path|cache_dir|feature.*|scriptable|exportable|no_jit|num_classes")
 # Words of a key that say: its value is the name of something that would be opened, fetched or imported.
 NAMING = {
     "path", "paths", "file", "files", "filename", "url", "urls", "uri", "dir", "directory", "folder", "checkpoint",
@@ -133,6 +137,32 @@ def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
     if towers:
         vetted["model_cfg"]["text_cfg"] |= towers
     return vetted
+
+
+def vet_timm_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the part of a timm model's `config.json` that timm may read: what it calls the model, the arguments that
+    make it, and what is known of its images and labels."""
+    note = part(values, TIMM_NOTE, path) if TIMM_NOTE in values else values
+    kept = {key: value for key, value in values.items() if key in OF_TIMM_MODELS}
+    arguments = part(values, "model_args", path)
+    if wrong := sorted(key for key in arguments if NOT_OF_SHAPE.fullmatch(key)):
+        raise CheckpointError(f"{path} has {wrong[0]!r} in model_args, which says nothing of a model's shape.")
+    kept.setdefault("num_classes", note.get("num_classes", 1000))
+    classes = kept["num_classes"]
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
+        raise CheckpointError(f"{path} has num_classes={brief(classes)}: expected a number of classes.")
+    descriptions = kept.pop("label_descriptions", None)  # a text of people's for every label
+    vetted = _vetted({**kept, "model_args": arguments, TIMM_NOTE: note}, path, None)
+    if not isinstance(vetted.get("architecture"), str):
+        raise CheckpointError(f"{path} names no architecture of timm.")
+    return vetted if descriptions is None else {**vetted, "label_descriptions": descriptions}
+
+
+def vet_diffusers_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the part of a diffusers model's `config.json` that diffusers may read: plain words and numbers."""
+    if values.get("quantization_config") is not None:
+        raise CheckpointError(f"{path} has a quantization_config: expected plain weights. Quantise when loading.")
+    return _vetted(values, path, None)
 
 
 def _check_norms(model: Mapping[str, Any], path: Path) -> None:
