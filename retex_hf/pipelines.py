@@ -10,7 +10,7 @@ call, after it the configuration of the row's task.
 [{'task': 'reviews', 'label': 'positive', 'score': 0.98}, {'task': 'questions', 'label': 'distance', 'score': 0.91}]
 
 A pipeline's own `task` is its kind; to have all inputs answered by one task, pin it with `model.set_adapter(name)`. The
-model must be given as an object: the folder's name alone stands for the plain merged model in it.
+model must be given as an object: by its name transformers loads the merged model alone, which is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.pipelines import (
@@ -38,9 +41,11 @@ from transformers.pipelines import (
 )
 from transformers.pipelines.text_generation import ReturnType
 
+from .config import CONFIG_NAME
 from .errors import InputError, TaskError
 from .libraries import library_of
 from .model import RetexModel
+from .routed import GIVEN_AWAY
 from .routing import Routing
 
 # Where the names of the rows' tasks travel through the pipeline's taking apart of batches, which takes lists apart too.
@@ -215,6 +220,7 @@ class PipelineChoice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pipeline:
         model = kwargs["model"] if "model" in kwargs else args[0]
+        _refuse_merged_by_name(model)
         return (self.routed if isinstance(model, RetexModel) else self.stock)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -222,6 +228,23 @@ class PipelineChoice:
         if name == "stock":  # not set yet: looking further would recurse
             raise AttributeError(name)
         return getattr(self.stock, name)
+
+
+def _refuse_merged_by_name(model: Any) -> None:
+    """Refuse the merged model that transformers has loaded from an artifact: it would answer without recovery, and
+    nobody would be told. Models that a `RetexModel` has given away are what was asked for."""
+    name = getattr(model, "name_or_path", None)
+    if not name or isinstance(model, RetexModel) or getattr(model, GIVEN_AWAY, False):
+        return
+    try:
+        found = (Path(name) / CONFIG_NAME).is_file() or isinstance(try_to_load_from_cache(name, CONFIG_NAME), str)
+    except (HFValidationError, OSError, ValueError):  # neither a path nor a Hub id
+        return
+    if found:
+        raise InputError(
+            f"{name} is a ReTeX artifact, of which transformers has loaded the merged model alone: give "
+            "pipeline(model=RetexModel.from_pretrained(...)), or, if it is meant, its get_base_model()."
+        )
 
 
 ROUTED: dict[str, type[RoutedPipeline]] = {

@@ -126,6 +126,17 @@ def test_a_saved_pipeline_is_an_artifact(texts, tmp_path):
     assert_answers(loaded(TEXTS), pipe(TEXTS))
 
 
+def test_the_name_of_an_artifact_alone_is_refused(texts, tmp_path):
+    model, _, tokenizer = texts
+    model.save_pretrained(tmp_path / "artifact")
+    tokenizer.save_pretrained(tmp_path / "artifact")
+    with pytest.raises(InputError, match="transformers has loaded the merged model alone"):
+        pipeline("text-classification", model=str(tmp_path / "artifact"))
+    loaded = RetexModel.from_pretrained(tmp_path / "artifact")
+    for given in (loaded.get_base_model(), loaded.unload(), loaded.merge_and_unload("red")):
+        assert pipeline("text-classification", model=given, tokenizer=tokenizer)(TEXTS[0])
+
+
 def test_images():
     model, experts = with_heads(
         lambda: tf.ViTModel(tf.ViTConfig(**VISION), add_pooling_layer=False),
