@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from copy import deepcopy
 
 import pytest
 import torch
 from families import FAMILIES, ROWS, tokens
 from helpers import MIXED, TASKS, assert_same, build_from, build_retex, make_experts
 
-from retex_hf import wrapped
+from retex_hf import TaskError, wrapped
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -60,6 +62,17 @@ def test_one_graph_is_refused_with_the_reason():
         torch.compile(model, backend="eager", fullgraph=True)(**tokens(ROWS), task=MIXED)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_refused_with_the_reason(strict):
+    model, experts = build_retex("bert")
+    inputs = tokens(ROWS)
+    model.set_adapter("red")
+    with pytest.raises(Exception, match=r"export one expert, torch\.export"):
+        torch.export.export(model, (), inputs, strict=strict)
+    exported = torch.export.export(model.merge_and_unload("red"), (), inputs).module()
+    assert_same(exported(**inputs)[0], experts["red"](**inputs)[0], **CLOSE)
+
+
 def test_generation_and_compiling_in_place():
     model, _ = build_retex("t5")
     inputs = tokens(ROWS)
@@ -80,3 +93,18 @@ def test_experts_given_as_compiled_models():
     assert type(model.get_base_model()) is type(base)
     inputs = tokens(ROWS)
     assert_same(model(**inputs, task="blue"), experts["blue"](**inputs), **CLOSE)
+
+
+@torch.no_grad()
+def test_copies_of_a_model_that_was_compiled_in_place_are_their_own():
+    model, experts = build_retex("bert")
+    inputs = tokens(ROWS)
+    model.compile(backend="eager")
+    copied, pickled = deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in (copied, pickled):
+        assert_same(other(**inputs, task="green"), experts["green"](**inputs), **CLOSE)
+        other.delete_task("green")
+        with pytest.raises(TaskError, match="green"):
+            other(**inputs, task="green")
+    assert copied.half()(**inputs, task="red")[0].dtype == torch.float16
+    assert_same(model(**inputs, task="green"), experts["green"](**inputs), **CLOSE)

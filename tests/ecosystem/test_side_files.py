@@ -19,7 +19,7 @@ from materials_of_pipelines import make_tokenizer
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.checkpoints.locate import SIDE_FILES
-from retex_hf.side_files import side_files, tokenizer_difference
+from retex_hf.side_files import is_other_tokenizer, side_files, tokenizer_difference
 
 MERGES = {"vocab": {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4, "Ġab": 5}, "merges": [("a", "b"), ("Ġ", "ab")]}
 PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)]
@@ -169,7 +169,8 @@ def test_generation_settings_are_kept(tmp_path):
     assert (settings.num_beams, settings.length_penalty) == (3, 0.5)
 
 
-def test_experts_with_another_tokenizer_are_named(tmp_path, caplog):
+def test_experts_with_another_tokenizer_keep_it(tmp_path, caplog):
+    """One that cannot be read is named, and left behind."""
     base = tf.BertModel(tf.BertConfig(**TEXT))
     base.save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
@@ -182,11 +183,27 @@ def test_experts_with_another_tokenizer_are_named(tmp_path, caplog):
     other.add_tokens(["magenta", "cyan"])
     other.save_pretrained(folders["green"])
     with caplog.at_level(logging.WARNING, "retex_hf"):
-        RetexModel.from_experts(str(tmp_path / "base"), folders, RetexConfig(rank=2), progress=False)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("retex_hf")] == [
-        "The tokenizer of expert 'green' is not that of the base: it has 2 token(s) more ('magenta', 'cyan'). "
-        "The base's is kept, for all tasks."
-    ]
+        model = RetexModel.from_experts(str(tmp_path / "base"), folders, RetexConfig(rank=2), progress=False)
+        assert not [record for record in caplog.records if record.name.startswith("retex_hf")]
+        assert model.tokenizer_folder("green") == tmp_path / "green"
+        assert model.tokenizer_folder("red") == model.tokenizer_folder("blue") == tmp_path / "base"
+        (tmp_path / "green" / "tokenizer.json").write_text('{"model": {"vocab": 3}}', encoding="utf-8")
+        model = RetexModel.from_experts(str(tmp_path / "base"), folders, RetexConfig(rank=2), progress=False)
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("retex_hf")]
+    assert said.startswith("The tokenizer of expert 'green' is not that of the base: their tokens cannot be compared")
+    assert model.tokenizer_folder("green") == tmp_path / "base"
+
+
+def test_steps_of_a_tokenizer_count_too(tmp_path):
+    """The same words, read in lower case: other tokens of a text."""
+    for name in ("ours", "theirs"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+    path = tmp_path / "theirs" / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(values, indent=8), encoding="utf-8")
+    assert not is_other_tokenizer(tmp_path / "ours", tmp_path / "theirs")
+    path.write_text(json.dumps({**values, "normalizer": {"type": "Lowercase"}}), encoding="utf-8")
+    assert is_other_tokenizer(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_how_vocabularies_differ(tmp_path):
