@@ -35,7 +35,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from retex_hf.checkpoints.sources import Source, TensorInfo
 from retex_hf.errors import RetexError
@@ -43,6 +43,7 @@ from retex_hf.folder_files import FolderFiles
 from retex_hf.libraries import containment, hf_transformers
 from retex_hf.libraries.untrusted_config import vet_transformers_config
 from trust.bounded import asks_for_memory
+from trust.small_models import default_config
 from trust.tally import Tally
 
 REFUSED, ABSENT, HARMLESS, WRONG = "refused", "as if it were not there", "harmless", "wrong"
@@ -292,7 +293,7 @@ def _make(cls: type[PreTrainedModel]) -> tuple[dict[str, Any], dict[str, TensorI
     """Return a small configuration of a class, and names and shapes of its weights."""
     for shrink in (True, False):
         try:
-            values = json.loads(json.dumps(_default_config(cls.config_class).to_dict(), default=str))
+            values = json.loads(json.dumps(default_config(cls.config_class).to_dict(), default=str))
             values = (_shrunk(values) if shrink else values) | {"architectures": [cls.__name__]}
             config = cls.config_class.from_dict(deepcopy(values))
             with torch.device("meta"):
@@ -301,25 +302,6 @@ def _make(cls: type[PreTrainedModel]) -> tuple[dict[str, Any], dict[str, TensorI
         except Exception:  # a default that does not go together, in whatever way the class says so
             continue
     return None
-
-
-def _default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    encoder, decoder = transformers.BertConfig(**small), transformers.BertConfig(**small, is_decoder=True)
-    image = transformers.ViTConfig(**small)
-    sound = transformers.Wav2Vec2Config(**small)
-    match config_class.__name__:
-        case "EncoderDecoderConfig":
-            return config_class.from_encoder_decoder_configs(encoder, decoder)
-        case "VisionEncoderDecoderConfig":
-            return config_class.from_encoder_decoder_configs(image, decoder)
-        case "SpeechEncoderDecoderConfig":
-            return config_class.from_encoder_decoder_configs(sound, decoder)
-        case "VisionTextDualEncoderConfig":
-            return config_class.from_vision_text_configs(image, encoder)
-        case "TimmWrapperConfig":
-            return config_class(architecture="resnet18", pretrained_cfg={"num_classes": 10})
-    return config_class()
 
 
 def _shrunk(values: Any) -> Any:

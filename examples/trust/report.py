@@ -23,7 +23,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
 
 from retex_hf.evaluation.tables import Table
-from trust import configurations, kills, links, matchers, mutants, odd_inputs, tensors, threads, uploads
+from trust import (
+    architectures,
+    classes,
+    configurations,
+    kills,
+    links,
+    matchers,
+    mutants,
+    odd_inputs,
+    tensors,
+    threads,
+    uploads,
+)
 from trust.tally import Tally
 
 TRIALS: dict[str, Callable[..., list[Tally]]] = {
@@ -36,6 +48,8 @@ TRIALS: dict[str, Callable[..., list[Tally]]] = {
     "matchers": matchers.run,
     "tensors": tensors.run,
     "uploads": uploads.run,
+    "classes": classes.run,
+    "architectures": architectures.run,
 }
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results.json", HERE / "README.md"
@@ -90,11 +104,15 @@ def main() -> int:
     parser.add_argument("--size", choices=("short", "long"), default="long", help="short: as the tests do")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other trials")
     parser.add_argument("--work-dir", type=Path, help="where to work; default: a temporary folder")
+    parser.add_argument("--lines", type=Path, help="with --only classes: what classes.py --output has written already")
     arguments = parser.parse_args()
+    if arguments.lines and arguments.only != ["classes"]:
+        parser.error("--lines goes with --only classes.")
     found, problems = {}, []
     with tempfile.TemporaryDirectory(dir=arguments.work_dir) as work:
         for trial in arguments.only:
-            tallies = TRIALS[trial](Path(work) / trial, size=arguments.size, seed=arguments.seed)
+            options = {"size": arguments.size, "seed": arguments.seed}
+            tallies = classes.kept(arguments.lines) if arguments.lines else TRIALS[trial](Path(work) / trial, **options)
             found[trial] = describe(tallies)
             problems += [problem for tally in tallies for problem in tally.problems]
     print(table(found).text(), *problems, sep="\n")
