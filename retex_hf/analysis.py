@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .checkpoints import Checkpoint, Inventory, open_source, read_finite, take_inventory
+from .checkpoints import Checkpoint, Inventory, TensorInfo, open_source, read_finite, take_inventory
 from .config import RetexConfig
 from .errors import CheckpointError, RetexError, TaskError, shorten
 from .libraries import library_of
 from .recovery import Layout, Spectrum, Targets, allocate, plan_layout, spectrum
 from .recovery.shapes import MATRIX, at_rank
+from .vocabulary import Vocabulary, aligned_view
 
 
 class HeadBank(Protocol):
@@ -48,6 +49,7 @@ class BuiltModel(Protocol):
     model: nn.Module
     retex_config: RetexConfig
     heads: HeadBank
+    rows: HeadBank
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,8 @@ def _open_targets(
     for task in tasks:
         source = open_source(experts[task], f"expert {task!r}", **options)
         checkpoint = Checkpoint.from_entries(source.label, library.align(model.model, source)[0], inventory)
+        if model.rows.as_dict(tasks)[task]:
+            checkpoint = _with_shared_rows(checkpoint, model, task)
         _check_fits(checkpoint, {name: inventory.shapes[name] for name in chosen})
         checkpoints[task] = checkpoint
     merged = model.model.state_dict()
@@ -276,6 +280,14 @@ def _open_targets(
         names=chosen,
         expert_numbers=sum(merged[name].numel() for name in body),
     )
+
+
+def _with_shared_rows(expert: Checkpoint, model: BuiltModel, task: str) -> Checkpoint:
+    """An expert with the merged model's tokens; what it has beyond is stored as it is."""
+    names, tensors = list(model.rows.as_dict(model.retex_config.tasks)[task]), model.model.state_dict()
+    entries = {n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n].cpu()) for n in names}
+    size = len(tensors[names[0]])
+    return aligned_view(expert, Checkpoint("the merged model", entries), Vocabulary(names, size, {}))
 
 
 def _check_fits(expert: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -27,6 +27,7 @@ from .description import (
     PRETRAINED,
     RECIPE_NAME,
     RECOVERY,
+    ROWS,
     SIGNATURES,
     TASK_EMBEDDING,
     TRAINING_NAME,
@@ -41,9 +42,13 @@ from .folders import check_movable, check_target, keep_files, link, replacing
 from .libraries import library_of
 from .loading import recorded_side_files
 from .parts import RetexParts
+from .reading import check_links
 from .recovery import RecoveryModule
 from .routing import WeightSignatures
-from .side_files import copy_side_files
+from .side_files import TASK_TOKENIZERS, copy_side_files, copy_task_tokenizers, task_tokenizer
+
+# What a save takes the place of: tokenizers of tasks that are gone must not stay behind.
+REPLACED = (*OWN_FILES, TASK_TOKENIZERS)
 
 
 def write(
@@ -54,7 +59,7 @@ def write(
     `name` and `figures` are those of `write_card`.
     """
     folder = check_replaceable(folder)
-    with replacing(folder, OWN_FILES) as new:
+    with replacing(folder, REPLACED) as new:
         write_plain(parts, new, max_shard_size, previous=folder)
         write_card(parts, new, previous=folder, name=name, figures=figures)
 
@@ -80,14 +85,18 @@ def check_replaceable(folder: str | Path) -> Path:
 
 
 def rewrite_description(parts: RetexParts, folder: str | Path) -> None:
-    """Write again all that is small in a folder; its weights stay as they are, and must be those of `parts`."""
+    """Write again what is small in a folder; the merged model's files stay, and must be those of `parts`."""
     folder = check_target(folder)
     # The tokenizer in there may be newer than the one that the model was built with.
     carry_over(dataclasses.replace(parts, side_folder=folder), folder, folder)
 
 
 def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
-    """Write a folder with the weights of another one, `source`, which must be those of `parts`; see `write`."""
+    """Write a folder with the merged model and the weights of another one, `source`, which must be those of `parts`.
+
+    A model may have been loaded in another dtype than its files have: its configuration is copied along with them, not
+    written anew. See `write`.
+    """
     _, section = read_description(source, verify=not parts.unverified)
     if any(section.get(key) != value for key, value in described_weights(parts).items()):
         raise ArtifactError(f"{source} holds the weights of another model: save this one as a whole.")
@@ -101,7 +110,25 @@ def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
         manifest.check_file(source, file.name)
     # Of a model that was read unchecked nobody knows whether its files are still those that were recorded.
     known = {} if parts.unverified else read_manifest(source, section)
-    finish(parts, weights, folder, {file.name: known[file.name] for file in weights if file.name in known})
+    records = {file.name: known[file.name] for file in weights if file.name in known}
+    with replacing(folder, REPLACED) as new:
+        library_of(parts.model).save_config(parts.model, new)
+        _copy_over(source, new, known)
+        _link(weights, new)
+        _write_description(parts, new, folder, records)
+        write_card(parts, new, previous=folder)
+
+
+def _copy_over(source: Path, folder: Path, known: Mapping[str, manifest.FileRecord]) -> None:
+    """Replace the files of a folder by those of the same name in another, which must be as recorded where they are."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = [name for name in names if (source / name).exists()]
+    check_links([source / name for name in names], source, ArtifactError)
+    for name in names:
+        manifest.check_file(source, name)
+        recorded = name in known
+        data = manifest.read_verified(source, name, known[name]) if recorded else (source / name).read_bytes()
+        (folder / name).write_bytes(data)
 
 
 def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
@@ -113,31 +140,23 @@ def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
         write_card(parts, new, previous=folder, figures=True)
 
 
-def finish(
-    parts: RetexParts, weights: Iterable[Path], folder: Path, known: Mapping[str, manifest.FileRecord] | None = None
-) -> None:
-    """Write a folder whose `weights` are on the disk already; see `write`. They are shared, not copied.
-
-    `known` are records of weights that were taken before.
-    """
-    with replacing(folder, OWN_FILES) as new:
-        assemble(parts, weights, new, known, previous=folder)
+def finish(parts: RetexParts, weights: Iterable[Path], folder: Path) -> None:
+    """Write a folder whose `weights` are on the disk already; see `write`. They are shared, not copied."""
+    with replacing(folder, REPLACED) as new:
+        assemble(parts, weights, new, previous=folder)
         write_card(parts, new, previous=folder)
 
 
-def assemble(
-    parts: RetexParts,
-    weights: Iterable[Path],
-    folder: Path,
-    known: Mapping[str, manifest.FileRecord] | None = None,
-    *,
-    previous: Path | None = None,
-) -> None:
+def assemble(parts: RetexParts, weights: Iterable[Path], folder: Path, *, previous: Path | None = None) -> None:
     """Write all of an artifact but its card into an empty folder; see `finish` and `write_plain`."""
+    _link(weights, folder)
+    library_of(parts.model).save_config(parts.model, folder)
+    _write_description(parts, folder, previous)
+
+
+def _link(weights: Iterable[Path], folder: Path) -> None:
     for file in weights:
         link(file.resolve(), folder / file.name)
-    library_of(parts.model).save_config(parts.model, folder)
-    _write_description(parts, folder, previous, known)
 
 
 def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
@@ -152,6 +171,7 @@ def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str
         "model": (library.WEIGHTS_STEM, limit if library.SHARDED else None),
         "recovery": (RECOVERY, limit),
         "heads": (HEADS, None),
+        "rows": (ROWS, None),
         "pretrained": (PRETRAINED, None),
     }
 
@@ -165,10 +185,9 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
         max_shard_size=max_shard_size,
     )
     _save(parts.pretrained, folder / f"{PRETRAINED}.safetensors")
-    _save(
-        {head_key(task, name): tensor for task, head in parts.heads.items() for name, tensor in head.items()},
-        folder / f"{HEADS}.safetensors",
-    )
+    for stem, groups in ((HEADS, parts.heads), (ROWS, parts.rows)):
+        tensors = {head_key(task, name): tensor for task, own in groups.items() for name, tensor in own.items()}
+        _save(tensors, folder / f"{stem}.safetensors")
 
 
 def _write_description(
@@ -182,7 +201,10 @@ def _write_description(
     """
     for source in (parts.side_folder, previous):
         if source is not None and (source == parts.side_folder or source.is_dir()):
-            copy_side_files(source, folder, None if parts.unverified else recorded_side_files(source))
+            records = None if parts.unverified else recorded_side_files(source)
+            own = [task for task, place in parts.tokenizers.items() if place == source / task_tokenizer(task)]
+            copy_side_files(source, folder, records, own)
+    copy_task_tokenizers(parts.tokenizers, folder)
     section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
     if parts.signatures is not None:
         signatures = parts.signatures

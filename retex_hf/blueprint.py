@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
 
 from .checkpoints import (
     AdapterSource,
@@ -22,23 +23,35 @@ from .checkpoints import (
     TensorInfo,
     align_source,
     check_experts,
+    check_integers,
     check_related,
-    is_open_clip,
     open_source,
     read_finite,
     take_inventory,
 )
 from .config import TASK_NAME, RetexConfig, is_task_name, matches
-from .errors import CheckpointError, ConfigError, brief
+from .devices import CPU, enough_memory, exact_device, parse_device
+from .errors import CheckpointError, ConfigError, brief, first_line
 from .estimate import BuildEstimate, estimate_build
 from .expert_weights import ExpertWeights
-from .libraries import hf_transformers, library_of, openclip
+from .libraries import (
+    DESCRIBED,
+    hf_transformers,
+    kind_of_model,
+    library_of,
+    library_of_folder,
+    modules,
+    parse_dtype,
+    sentence_modules,
+)
 from .merged import copy_on_meta, resize_tensors
 from .merging import merge_methods, options_to_learn
 from .paths import as_path
 from .recipe import PACKAGES, describe_build
 from .recovery import TrainingConfig
+from .side_files import find_side_folder, tokenizer_folder
 from .store import tensor_bytes
+from .vocabulary import align_vocabulary, aligned_view, describe_vocabularies
 
 
 @dataclass
@@ -47,7 +60,7 @@ class Blueprint:
 
     `model` is the merged model to be: loaded, or on the meta device where the result goes to disk. Its heads have the
     shapes and the labels of the first task, because the merged model must also stand alone, and its own library knows
-    one head only.
+    one head only. It is in host memory, where results are written; tensors are read onto `device`, which computes.
     """
 
     config: RetexConfig
@@ -59,6 +72,7 @@ class Blueprint:
     experts: ExpertSet
     options: dict[str, Any]
     given: dict[str, Any]
+    device: torch.device = CPU
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
@@ -66,6 +80,18 @@ class Blueprint:
         tensors = self.model.state_dict()
         names = (*self.inventory.shapes, *self.inventory.integers)
         return {name: TensorInfo(tuple(tensors[name].shape), tensors[name].dtype) for name in names}
+
+    @property
+    def rows(self) -> dict[str, dict[str, TensorInfo]]:
+        """Rows that a task has beyond the base's vocabulary."""
+        tensors = self.model.state_dict()
+        return {
+            task: {
+                name: TensorInfo(self.experts.rows_shape(task, name), tensors[name].dtype)
+                for name in self.experts.vocabulary
+            }
+            for task in self.experts.own
+        }
 
     @property
     def heads(self) -> dict[str, dict[str, TensorInfo]]:
@@ -83,7 +109,9 @@ class Blueprint:
         if merge_checkpoint(self.config) is None and options_to_learn(*merge_method(self.config)):
             # The experts' own, and trimmed copies of them.
             vectors = 2 * len(self.sources)
-        return estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
+        estimate = estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
+        rows = sum(tensor_bytes(info) for own in self.rows.values() for info in own.values())
+        return dataclasses.replace(estimate, disk=estimate.disk + rows)
 
     def recipe(self, solver: str, training: TrainingConfig | None) -> dict[str, Any] | None:
         """What another build of the same needs, see `describe_build`."""
@@ -117,32 +145,60 @@ def prepare(
     check_base: bool = True,
     token: str | None = None,
     cache_dir: str | None = None,
+    device: str | torch.device = CPU,
+    dtype: torch.dtype | str | None = None,
 ) -> Blueprint:
-    """Open base and experts and check that they fit. `on_meta`: the merged model will be on disk, not in memory."""
+    """Open base and experts and check that they fit.
+
+    Args:
+        base: As in `RetexModel.from_experts`, like all the others.
+        experts: Likewise.
+        config: Likewise.
+        on_meta: The merged model will be on disk, not in memory.
+        model_config: For OpenCLIP modules.
+        check_base: Refuse experts that do not descend from the base.
+        token: Hub token.
+        cache_dir: Hub cache.
+        device: Where to compare, merge and solve.
+        dtype: Of the merged model; default: that of the first expert.
+    """
+    dtype = parse_dtype(dtype)
+    device = exact_device(parse_device(device))
     tasks = check_tasks(experts)
     options = {"token": token, "cache_dir": cache_dir}
     base_source = open_source(base, "the base", **options)
     sources = {task: open_source(spec, f"expert {task!r}", adapters=True, **options) for task, spec in experts.items()}
-    model = _load_skeleton(base_source, sources, model_config, on_meta)
+    model = _load_skeleton(base_source, sources, model_config, on_meta, dtype)
     library = library_of(model)
+    if library is hf_transformers:
+        sentence_modules.attach(model, sentence_modules.common_modules((base_source, *sources.values())))
     inventory = take_inventory(model)
-    expert_set = _open_experts(model, library, inventory, base_source, sources, config)
+    expert_set = _open_experts(model, library, inventory, base_source, sources, config, device)
     if check_base:
-        check_related(expert_set, inventory.shapes)
+        with enough_memory("compare the experts with their base"):
+            check_related(expert_set, inventory.shapes)
     labels = read_labels(model, library, sources, expert_set)
+    inventory = take_inventory(model)  # a vocabulary may have got another size
     first = expert_set.experts[tasks[0]]
     resize_tensors(model, {name: first.shape(name) for name in expert_set.heads})
     if tasks[0] in labels:
         library.set_labels(model, labels[tasks[0]])
+    reference = tokenizer_folder(base_source)
+    if reference is None and not expert_set.own:
+        reference = find_side_folder(sources.values())
+    vocabulary = describe_vocabularies(library, model, sources, reference, expert_set)
+    if vocabulary and not expert_set.own:  # tables that are kept whole are the first task's, like every head
+        library.set_vocabulary(model, expert_set.sizes[tasks[0]], {})
     filled = dataclasses.replace(
         config,
         tasks=tasks,
         base_model=base_source.provenance,
         experts={task: source.provenance for task, source in sources.items()},
         labels=labels,
+        vocabulary=vocabulary,
     )
-    given = {"base": base, "experts": experts, "model_config": model_config, "check_base": check_base}
-    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options, given)
+    given = {"base": base, "experts": experts, "model_config": model_config, "check_base": check_base, "dtype": dtype}
+    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options, given, device)
 
 
 def check_tasks(experts: Mapping[str, Any]) -> list[str]:
@@ -156,12 +212,16 @@ def check_tasks(experts: Mapping[str, Any]) -> list[str]:
 
 
 def _load_skeleton(
-    base: Source, sources: dict[str, Source], model_config: str | dict[str, Any] | None, on_meta: bool
+    base: Source,
+    sources: dict[str, Source],
+    model_config: str | dict[str, Any] | None,
+    on_meta: bool,
+    dtype: torch.dtype | None,
 ) -> nn.Module:
     """The model that will hold the merged weights: the experts' class, because that is the one with heads.
 
     Experts that are bare tensors have no class; then it is the base's. Where all are adapters, it is the base's
-    configuration in the class that they are adapters of.
+    configuration in the class that they are adapters of. `dtype` is another one than it is stored in.
     """
     kinds = {task: kind for task, source in sources.items() if (kind := architecture_of(source, base)) is not None}
     for task, kind in kinds.items():
@@ -173,16 +233,16 @@ def _load_skeleton(
             )
     full = [sources[task] for task in kinds if not isinstance(sources[task], AdapterSource)]
     source, kind = (full[0], None) if full else (base, next(iter(kinds.values()), None))
-    if source.model is not None and kind not in (None, type(source.model).__name__):
+    if source.model is not None and kind not in (None, kind_of_model(source.model)):
         model = hf_transformers.from_config(kind, source.model.config, source.model.dtype, on_meta)
     elif source.model is not None:
-        model = (copy_on_meta(source.model) if on_meta else deepcopy(source.model)).eval()
+        model = _copied(source, on_meta).eval()
     elif source.folder is not None:
-        library = openclip if is_open_clip(source.folder) else hf_transformers
+        library = library_of_folder(source.folder)
         # Whether all weights are there is checked below, with all the others.
         with library.limited(source.folder, source):
             if kind not in (None, architecture_of(source, base)):
-                config = hf_transformers.load_config(source.folder)
+                config = hf_transformers.load_config(source)
                 model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
             elif on_meta:
                 model = library.load_on_meta(source.folder, source)
@@ -193,25 +253,45 @@ def _load_skeleton(
             "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."
         )
     library = library_of(model)
-    if library is openclip:
-        openclip.describe(model, model_config, base.folder, base.model)
+    if library in DESCRIBED:
+        library.describe(model, model_config, base.folder, base.model)
+    if dtype is not None:
+        library.cast(model, dtype)
     return model.requires_grad_(False)
+
+
+def _copied(source: Source, on_meta: bool) -> nn.Module:
+    """A copy of a module that was given, which may be of any class."""
+    try:
+        return copy_on_meta(source.model) if on_meta else deepcopy(source.model).cpu()
+    except Exception as error:  # of locks, files and results of computations there are no copies
+        name = type(source.model).__name__
+        raise CheckpointError(f"{source.label}: this {name} cannot be copied: {first_line(error)}") from error
+
+
+def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to load with what was built from modules of somebody's own class: copies of one are loaded into."""
+    given = [spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module)]
+    module = extract_model_from_parallel(given[0], keep_torch_compile=False) if given else None
+    if module is None or library_of(module) is not modules:
+        return {}
+    return {"make_model": lambda: deepcopy(module).requires_grad_(False)}
 
 
 def architecture_of(source: Source, base: Source) -> str | None:
     """The class of a checkpoint's model, for an adapter on a base; None where nothing says it."""
     if isinstance(source, AdapterSource):
-        if openclip.owns(base.model) or (base.folder is not None and is_open_clip(base.folder)):
+        library = None if base.model is None else library_of(base.model)
+        library = library if base.folder is None else library_of_folder(base.folder)
+        if library not in (None, hf_transformers):
             return None  # the base's own class, which is the only one
         config = getattr(base.model, "config", None)
         if base.folder is not None:
-            config = hf_transformers.load_config(base.folder)
+            config = hf_transformers.load_config(base)
         return source.architecture(getattr(config, "model_type", None))
     if source.model is not None:
-        return type(source.model).__name__
-    if source.folder is None:
-        return None
-    return openclip.NAME if is_open_clip(source.folder) else hf_transformers.architecture(source.folder)
+        return kind_of_model(source.model)
+    return None if source.folder is None else library_of_folder(source.folder).architecture(source.folder)
 
 
 def _open_experts(
@@ -221,33 +301,66 @@ def _open_experts(
     base: Source,
     sources: dict[str, Source],
     config: RetexConfig,
+    device: torch.device,
 ) -> ExpertSet:
     # What the base has beyond the experts (a pre-training head) is not used.
     base_entries, _ = library.align(model, base)
-    base_checkpoint = Checkpoint.from_entries(base.label, base_entries, inventory)
+    base_checkpoint = Checkpoint.from_entries(base.label, base_entries, inventory, device)
+
+    integers = {}
 
     def align(source: Source) -> tuple[Checkpoint, list[str]]:
         entries, unexpected = align_source(library, model, source, base_entries)
-        return Checkpoint.from_entries(source.label, entries, inventory), unexpected
+        integers[source.label] = {name: entries[name] for name in inventory.integers if name in entries}
+        return Checkpoint.from_entries(source.label, entries, inventory, device), unexpected
 
     aligned = {task: align(source) for task, source in sources.items()}
+    check_integers(inventory.integers, integers)
     if config.heads == "auto":
         head_names = library.head_names(model, list(inventory.shapes))
     else:
         head_names = {name for name in inventory.shapes if matches(name, config.heads)}
+    checkpoints = {task: checkpoint for task, (checkpoint, _) in aligned.items()}
+    found = align_vocabulary(
+        model,
+        library,
+        inventory,
+        (tokenizer_folder(base), base_checkpoint),
+        {task: (tokenizer_folder(sources[task]), checkpoint) for task, checkpoint in checkpoints.items()},
+        [] if config.heads == "auto" else config.heads,
+    )
+    own: dict[str, Checkpoint] = {}
+    if found is not None and (found.names or found.whole) and config.shared_trunk:
+        raise CheckpointError(
+            "RetexConfig.shared_trunk needs experts of one vocabulary: a trunk that all tasks share has no tokens "
+            "of a single task."
+        )
+    if found is not None and found.names:
+        own = checkpoints
+        checkpoints = {task: aligned_view(expert, base_checkpoint, found) for task, expert in own.items()}
+        resize_tensors(model, {name: base_checkpoint.shape(name) for name in found.names})
+        library.resize_vocabulary(model, found.size, base)
+        inventory = take_inventory(model)
     experts = check_experts(
         inventory,
         base_checkpoint,
-        {task: checkpoint for task, (checkpoint, _) in aligned.items()},
+        checkpoints,
         {task: unexpected for task, (_, unexpected) in aligned.items()},
-        head_names,
+        head_names if found is None else {*head_names, *found.whole},
     )
+    if found is not None:
+        experts = dataclasses.replace(experts, vocabulary=found.names, own=own, sizes=found.sizes)
     for name in experts.names:
         if base_checkpoint.shape(name) != inventory.shapes[name]:
             raise CheckpointError(
                 f"{base_checkpoint.label} and the experts: tensor {name!r} has shape {base_checkpoint.shape(name)}, "
                 f"but the model's configuration asks for {inventory.shapes[name]}."
             )
+    # The first expert has what a model without values has not: the numbers that no checkpoint holds.
+    given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
+    shown = next((module for module in given if module is not None and library is modules), model)
+    for source in sources.values():
+        library.check_configuration(shown, source)
     return experts
 
 
@@ -291,15 +404,20 @@ def load_expert_weights(base: Any, experts: Mapping[str, Any], config: RetexConf
 
 
 def expert_weights_of(blueprint: Blueprint) -> ExpertWeights:
-    """All tensors of a blueprint, in memory."""
+    """All tensors of a blueprint, in host memory."""
     experts = blueprint.experts
-    base = {name: read_finite(experts.base, name).float() for name in experts.names}
+
+    def read(checkpoint: Checkpoint, name: str) -> Tensor:
+        return read_finite(checkpoint, name).float().cpu()
+
+    base = {name: read(experts.base, name) for name in experts.names}
     vectors = {
-        name: torch.stack([read_finite(expert, name).float() - base[name] for expert in experts.experts.values()])
+        name: torch.stack([read(expert, name) - base[name] for expert in experts.experts.values()])
         for name in experts.names
     }
-    heads = {
-        task: {name: read_finite(expert, name).float() for name in experts.heads}
-        for task, expert in experts.experts.items()
+    heads = {task: {name: read(expert, name) for name in experts.heads} for task, expert in experts.experts.items()}
+    rows = {
+        task: {name: experts.read_rows(task, name).float().cpu() for name in experts.vocabulary} for task in experts.own
     }
-    return ExpertWeights(blueprint.model, base, vectors, heads, blueprint.config.labels)
+    config = blueprint.config
+    return ExpertWeights(blueprint.model, base, vectors, heads, config.labels, rows, config.vocabulary)

@@ -28,6 +28,7 @@ from .checkpoints import (
 )
 from .config import RetexConfig, matches
 from .description import head_key
+from .devices import device_of, parse_device
 from .errors import ArtifactError, CheckpointError, ConfigError
 from .estimate import BuildEstimate
 from .folders import emptied, interrupted_build, together, workshop
@@ -46,7 +47,7 @@ from .recovery import (
     train,
 )
 from .recovery.processes import run_dealt
-from .side_files import find_side_folder, warn_of_other_tokenizers
+from .side_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
 from .store import FolderStore, MemoryStore, Store
 
 MERGING, LEARNING = "Merging", "Learning the merge"
@@ -64,6 +65,7 @@ def build(
     calibration: Mapping[str, Iterable[Any]] | None = None,
     readout: Readout | None = None,
     accelerator: Accelerator | None = None,
+    device: str | torch.device | None = None,
     progress: bool = True,
     keep_state: bool = False,
     **prepare_options: Any,
@@ -74,7 +76,9 @@ def build(
     """
     _check_solver(solver, training)
     _check_calibration(config, calibration, readout)
-    blueprint = prepare(base, experts, config, **prepare_options)
+    check_tasks(experts)
+    accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
+    blueprint = prepare(base, experts, config, device=device, **prepare_options)
     store = MemoryStore()
     if calibration is not None:
         data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
@@ -94,6 +98,7 @@ def build_folder(
     calibration: Mapping[str, Iterable[Any]] | None = None,
     readout: Readout | None = None,
     accelerator: Accelerator | None = None,
+    device: str | torch.device | None = None,
     max_shard_size: str | int = "5GB",
     resume: bool = True,
     progress: bool = True,
@@ -129,6 +134,7 @@ def build_folder(
             calibration=calibration,
             readout=readout,
             accelerator=accelerator,
+            device=device,
             progress=progress,
             keep_state=True,
             **prepare_options,
@@ -142,7 +148,8 @@ def build_folder(
         if accelerator is not None:
             accelerator.wait_for_everyone()
         return target
-    blueprint = prepare(base, experts, config, on_meta=True, **prepare_options)
+    accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
+    blueprint = prepare(base, experts, config, on_meta=True, device=device, **prepare_options)
     stems = artifact.stems(blueprint.library, max_shard_size)
     estimate = blueprint.estimate()
     if main:
@@ -161,7 +168,7 @@ def build_folder(
         if data is not None:
             # Learning runs the model, so it needs one that is not on the meta device.
             def loaded() -> Blueprint:
-                return prepare(base, experts, config, **prepare_options)
+                return prepare(base, experts, config, device=device, **prepare_options)
 
             blueprint = _learn_merge(blueprint, data, loaded, store, accelerator, progress)
             store.sync()  # learning may have taken long
@@ -175,7 +182,8 @@ def build_folder(
         elif main:
             built = emptied(place / BUILT)  # a kill may have left half of it
             artifact.assemble(parts, store.files, built)
-            publish(dataclasses.replace(loading.read(built), side_folder=parts.side_folder), built)
+            read = loading.read(built)
+            publish(dataclasses.replace(read, side_folder=parts.side_folder, tokenizers=parts.tokenizers), built)
     return target
 
 
@@ -195,6 +203,25 @@ def _check_solver(solver: str, training: TrainingConfig | None) -> None:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
+
+
+def _share_work(
+    accelerator: Accelerator | None, device: str | torch.device | None, solver: str, given: Iterable[Any]
+) -> tuple[Accelerator | None, torch.device]:
+    """The processes that share the work, and the device of this one: by default that of a `given` module."""
+    if device is None:
+        return accelerator, device_of(*given)
+    device = parse_device(device)
+    if solver == "adam":
+        accelerator = accelerator or Accelerator(cpu=device.type == "cpu")
+        if accelerator.device.type != device.type:
+            raise ConfigError(
+                f'solver="adam" trains where accelerate does, which is {accelerator.device} here and not {device}: '
+                "leave out device, or configure accelerate for it."
+            )
+    if accelerator is not None and device.index is None and device.type == accelerator.device.type:
+        return accelerator, accelerator.device  # one GPU for each process
+    return accelerator, device
 
 
 def _check_calibration(
@@ -266,7 +293,11 @@ def _construct(
     if config.feature_source == "pretrained":
         infos = blueprint.infos
         pretrained = store.allocate("pretrained", {name: infos[name] for name in experts.names})
-    changed = _merge(blueprint, merged, kept, pretrained, store, accelerator, progress)
+    rows = {(task, name): info for task, own in blueprint.rows.items() for name, info in own.items()}
+    if rows:
+        stored = store.allocate("rows", {head_key(*key): info for key, info in rows.items()})
+        rows = {key: stored[head_key(*key)] for key in rows}
+    changed = _merge(blueprint, merged, kept, rows, pretrained, store, accelerator, progress)
 
     targets = Targets(
         experts,
@@ -283,7 +314,8 @@ def _construct(
         recovery = train(targets, layouts, config, training_config, accelerator, progress, history, keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
-    warn_of_other_tokenizers(blueprint.base, blueprint.sources)
+    tokenizers = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
+    warn_of_other_tokenizers(blueprint.base, blueprint.sources, tokenizers)
     return RetexParts(
         dataclasses.replace(config, merge=_published_merge(config.merge)),
         blueprint.model,
@@ -294,6 +326,8 @@ def _construct(
         side_folder=find_side_folder((blueprint.base, *blueprint.sources.values())),
         history=history.records,
         recipe=blueprint.recipe(solver, training),
+        rows={task: {name: rows[task, name] for name in experts.vocabulary} for task in experts.own},
+        tokenizers={task: tokenizer_folder(blueprint.sources[task]) for task in tokenizers},
     )
 
 
@@ -301,6 +335,7 @@ def _merge(
     blueprint: Blueprint,
     merged: MergedTensors,
     heads: Mapping[tuple[str, str], Tensor],
+    rows: Mapping[tuple[str, str], Tensor],
     pretrained: Mapping[str, Tensor],
     store: Store,
     accelerator: Accelerator | None,
@@ -327,6 +362,8 @@ def _merge(
                 values[name] = check_range(merger(name, base, tensors[name]), "the merge", name, dtype)
                 if name in pretrained:
                     pretrained[name].copy_(base)
+                for task in experts.own if name in experts.vocabulary else ():
+                    rows[task, name].copy_(experts.read_rows(task, name, dtype))
             elif name in own:
                 for task, expert in experts.experts.items():
                     heads[task, name].copy_(read_finite(expert, name, infos[name].dtype))
@@ -337,12 +374,12 @@ def _merge(
         differs = {}
         for name, found in tensors.items():
             # What is stored is the rounded merge, so differences are taken from that.
-            stored = merged[name]
+            stored = merged[name].to(blueprint.device)
             differs[name] = any(not torch.equal(tensor.to(stored.dtype), stored) for tensor in found)
         return differs
 
     def written(unit: tuple[str, ...]) -> list[Tensor]:
-        own_heads = [tensor for (_, name), tensor in heads.items() if name in unit]
+        own_heads = [tensor for (_, name), tensor in (*heads.items(), *rows.items()) if name in unit]
         return [*merged.tensors_of(unit), *own_heads, *(pretrained[name] for name in unit if name in pretrained)]
 
     costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
@@ -363,7 +400,8 @@ def _open_merger(blueprint: Blueprint) -> Merger:
     if merge_checkpoint(config) is None:
         return get_merger(*merge_method(config), experts)
     source = open_source(config.merge, "the merged checkpoint", **blueprint.options)
-    merged = Checkpoint.from_entries(source.label, blueprint.library.align(blueprint.model, source)[0], inventory)
+    entries = blueprint.library.align(blueprint.model, source)[0]
+    merged = Checkpoint.from_entries(source.label, entries, inventory, blueprint.device)
     for name in experts.names:
         if name not in merged:
             raise CheckpointError(f"{merged.label} lacks tensor {name!r} of the model.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .devices import CPU, moved
 from .errors import InputError, TaskError
 from .expert_weights import ExpertWeights
 from .libraries import as_inputs
@@ -97,7 +98,8 @@ def read_calibration(
 
 
 def _read(task: str, batch: dict[str, Any]) -> Batch:
-    inputs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+    # Learned merges hold all experts, in host memory, and run them there.
+    inputs = moved({name: value for name, value in batch.items() if name not in LABEL_NAMES}, CPU)
     labels = next((batch[name] for name in LABEL_NAMES if name in batch), None)
     sizes = {name: len(value) for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
     if not sizes:

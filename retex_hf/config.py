@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -32,6 +33,8 @@ FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+# What configurations call their special tokens.
+TOKEN_ID = re.compile(r"[a-z][a-z0-9_]*_token_id")
 # Of the integers of torch and of most readers of JSON; nothing here counts further.
 LARGEST_INTEGER = 2**63
 # Each is compared with the name of every parameter. A glob of Python takes the length of the name times its own.
@@ -65,16 +68,17 @@ class RetexConfig:
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
             generator rows.
         merge: How experts become one model: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
-            `"consensus"`, `"adamerging"`), the same with options (`{"method": "ties", "density": 0.2}`), or the path or
-            Hub id of a finished merge. The last two methods learn from data (`from_experts(..., calibration=...)`);
-            what they found is then among the options.
+            `"dare_ties"`, `"model_stock"`, ...: `retex_hf.merge_methods()`, docs/merging.md), the same with options
+            (`{"method": "ties", "density": 0.2, "weights": {"a": 1, "b": 0.5}}`), or the path or Hub id of a finished
+            merge. `"consensus"` and `"adamerging"` learn from data (`from_experts(..., calibration=...)`); what they
+            found is then among the options.
         recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
             task and layer.
         recovery_dtype: How the factors are stored: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale
             per row. Converted after solving or training; arithmetic is in float32. A `rank_budget` counts numbers,
             whatever their width.
         factor_order: `"generated_first"` (`G_t S`) or `"shared_first"` (`S G_t`).
-        share_layers: Parameters of one shape share generator and factor.
+        share_layers: Parameters of one shape share generator and factor, and so one offset; not with `rank="full"`.
         soft_training: None recovers single tasks; `"dirichlet"` (or `{"method": "dirichlet", "alpha": 1.0}`),
             `"uniform_softmax"` and `"gaussian_softmax"` minimise the expected loss over mixtures of tasks drawn so.
         exclude: Patterns of parameters that stay at their merged value for every task (nothing is stored for them).
@@ -102,6 +106,8 @@ class RetexConfig:
         base_model: Where the base came from (`id`, `revision`), filled in on build.
         experts: Where each expert came from, filled in on build.
         labels: Per task, what its head means (`id2label`, `problem_type`), filled in on build.
+        vocabulary: Per task, where vocabularies differ: its `size`, `token_ids` of its own, and whether it has a
+            `tokenizer` of its own; filled in on build.
         trunk: What a shared trunk costs, filled in by `fit_signatures`.
 
     Example:
@@ -138,6 +144,7 @@ class RetexConfig:
     base_model: dict[str, Any] | None = None
     experts: dict[str, dict[str, Any]] = field(default_factory=dict)
     labels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    vocabulary: dict[str, dict[str, Any]] = field(default_factory=dict)
     trunk: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +167,11 @@ class RetexConfig:
         for name, default in (("inner_rank", None), ("share_layers", False)):
             if self.rank_budget is not None and getattr(self, name) != default:
                 raise ConfigError(f"RetexConfig.rank_budget chooses the rank of every layer; it excludes {name}.")
+        if self.rank == "full" and self.share_layers:
+            raise ConfigError(
+                'RetexConfig.rank="full" stores every difference exactly, which layers that share one offset '
+                "(share_layers) cannot have: give a number as rank, or leave out share_layers."
+            )
         if self.recovery == "affine" and self.soft_training is not None:
             raise ConfigError('RetexConfig.recovery="affine" and soft_training exclude each other.')
         if self.shared_trunk and (self.signatures != "inputs" or self.feature_source != "merged"):
@@ -243,6 +255,22 @@ def _is_labels(value: Any) -> bool:
             return False
         if not _is_strings(list(names.values())) or not (kind is None or kind in PROBLEM_TYPES):
             return False
+    return True
+
+
+def _is_vocabulary(value: Any) -> bool:
+    if not _is_dict_of_dicts(value):
+        return False
+    for described in value.values():
+        if set(described) != {"size", "token_ids", "tokenizer"} or not isinstance(described["tokenizer"], bool):
+            return False
+        size, ids = described["size"], described["token_ids"]
+        if not _is_int(size, 1) or size >= 2**31 or not isinstance(ids, dict):
+            return False
+        for key, value in ids.items():
+            numbers = value if isinstance(value, list) and value else [value]
+            if not (isinstance(key, str) and TOKEN_ID.fullmatch(key) and all(_is_int(i) and i < size for i in numbers)):
+                return False
     return True
 
 
@@ -345,6 +373,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "labels": (
         lambda v: _is_labels(v),
         f'a dict of task name to {{"id2label": {{"0": name, ...}}, "problem_type": None or one of {PROBLEM_TYPES}}}',
+    ),
+    "vocabulary": (
+        lambda v: _is_vocabulary(v),
+        'a dict of task name to {"size": a number of tokens, "token_ids": {"pad_token_id": a number below it, ...}, '
+        '"tokenizer": True or False}',
     ),
     "trunk": (lambda v: _is_trunk(v), 'None, or {"replayed": True or False, "cost": {task: {"change": a number}}}'),
 }

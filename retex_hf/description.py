@@ -19,10 +19,11 @@ from .recovery import Layout, RecoveryModule
 from .recovery.shapes import KINDS, MATRIX, ORDERS, VECTOR
 
 FORMAT_VERSION = 2
-RECOVERY, SIGNATURES, HEADS, PRETRAINED = (
+RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
     "retex_recovery",
     "retex_signatures",
     "retex_heads",
+    "retex_rows",
     "retex_pretrained",
 )
 TRAINING_NAME, RECIPE_NAME, EVALUATION_NAME = "retex_training.json", "retex_recipe.yaml", "retex_evaluation.json"
@@ -31,10 +32,17 @@ LARGEST_SIZE = 2**40
 # Files that a new save replaces; everything else in the folder belongs to the user and is kept.
 OWN_FILES = (
     "retex_*", "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-    "open_clip_config.json", "open_clip_model.safetensors",
+    "open_clip_config.json", "open_clip_model.safetensors", "diffusion_pytorch_model*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )  # fmt: skip
 # What else shows that a folder holds a model already.
-FOREIGN_MODELS = ("adapter_config.json", "pytorch_model*.bin", "open_clip_pytorch_model.bin")
+FOREIGN_MODELS = (
+    "adapter_config.json",
+    "pytorch_model*.bin",
+    "open_clip_pytorch_model.bin",
+    "diffusion_pytorch_model*.bin",
+)
 # What transformers would read in place of the merged model, or lay over it: adapters, configurations for one version of
 # it, checkpoints of distributed training (which are pickled).
 TAKEN_FOR_MODELS = ("adapter_config.json", "adapter_model*", "config.*.json", ".metadata", "*.distcp")
@@ -42,12 +50,14 @@ TAKEN_FOR_MODELS = ("adapter_config.json", "adapter_model*", "config.*.json", ".
 
 def described_weights(parts: RetexParts) -> dict[str, Any]:
     """What the configuration says of the weights beside the merged model's."""
+    rows = {task: {name: list(tensor.shape) for name, tensor in own.items()} for task, own in parts.rows.items()}
     return {
         "library": library_of(parts.model).NAME,
         "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
         "heads": {
             task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
         },
+        **({"rows": rows} if rows else {}),
     }
 
 

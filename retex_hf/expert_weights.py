@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .execution.experts import copy_with
+from .execution.vocabulary_rows import with_own_rows
 
 Weights = dict[str, Tensor]
 
@@ -19,7 +20,8 @@ class ExpertWeights:
     """All weights, in float32.
 
     `base` are the tensors that are merged (the body); `vectors` (T, ...) the stacked task vectors `W_t - W_0` of each;
-    `heads` what each task keeps for itself. `model` is a model of the experts' class; its own tensors do not matter.
+    `heads` what each task keeps for itself, `rows` those of tokens that the base lacks (see `RetexConfig.vocabulary`).
+    `model` is a model of the experts' class; its own tensors do not matter.
     """
 
     model: nn.Module
@@ -27,6 +29,8 @@ class ExpertWeights:
     vectors: Weights
     heads: dict[str, Weights]
     labels: dict[str, dict[str, Any]]
+    rows: dict[str, Weights] = field(default_factory=dict)
+    vocabulary: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -43,7 +47,10 @@ class ExpertWeights:
 
     def module(self, body: Mapping[str, Tensor], task: str) -> nn.Module:
         """A runnable model: this body under the head of a task. Tensors are used as they are, gradients and all."""
-        return copy_with(self.model, {**body, **self.heads[task]}).eval()
+        tensors = {**body, **self.heads[task]}
+        if task in self.rows:
+            tensors |= with_own_rows(tensors, self.rows[task], self.vocabulary[task]["size"])
+        return copy_with(self.model, tensors).eval()
 
     def body_bytes(self) -> int:
         """Bytes of one expert's body, as wide as the model stores its tensors."""

@@ -12,6 +12,7 @@ from huggingface_hub.errors import BadRequestError
 
 from .card import CARD_NAME, FIGURES
 from .checkpoints import fetch
+from .checkpoints.locate import plain_subfolder
 from .config import CONFIG_NAME
 from .description import OWN_FILES
 from .errors import ArtifactError, ConfigError, HubError, first_line
@@ -94,9 +95,15 @@ def _is_own(path: str) -> bool:
     return "/" not in path and any(PurePosixPath(path).match(own) for own in OWN_FILES)
 
 
-def find_artifact(name_or_path: str | Path, *, token: str | None = None, **download_options: Any) -> Path:
-    """Return the local folder of an artifact: a path, or a Hub id, which is downloaded."""
+def find_artifact(
+    name_or_path: str | Path, *, token: str | None = None, subfolder: str | None = None, **download_options: Any
+) -> Path:
+    """Return the local folder of an artifact: a path, or a Hub id, which is downloaded; or `subfolder` in there."""
     folder = as_path(name_or_path)
+    if subfolder is not None and folder.is_dir():
+        folder = folder / plain_subfolder(subfolder)
+        if not folder.is_dir():
+            raise ArtifactError(f"{folder} does not exist.")
     if is_unfinished(folder.resolve()):
         raise ArtifactError(f"{folder} is where an artifact is being written: expected the artifact itself.")
     heal(folder.absolute())
@@ -109,7 +116,7 @@ def find_artifact(name_or_path: str | Path, *, token: str | None = None, **downl
             raise ArtifactError(f"{folder} does not exist.")
         repo_id = str(name_or_path)
         with hub_errors(f"load {repo_id!r}, which is no local folder", repo_id, token):
-            folder = fetch(repo_id, token=token, **download_options)
+            folder = fetch(repo_id, token=token, subfolder=subfolder, **download_options) / (subfolder or "")
     if not (folder / CONFIG_NAME).is_file():
         raise ArtifactError(f"{name_or_path} is not a ReTeX artifact: it has no {CONFIG_NAME}.")
     return folder

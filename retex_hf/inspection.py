@@ -18,7 +18,7 @@ from .libraries import LIBRARIES
 from .plots import layer_type
 from .recovery import OffsetGenerator, RecoveryModule
 from .recovery.shapes import GENERATED_FIRST, MATRIX, VECTOR
-from .sizes import BODY, HEADS, PRETRAINED, RECOVERY, SIGNATURES, bytes_of
+from .sizes import BODY, HEADS, PRETRAINED, RECOVERY, ROWS, SIGNATURES, bytes_of
 from .store import tensor_bytes
 
 MOST_OF_THE_ENERGY = 0.9
@@ -144,6 +144,7 @@ def _storage(folder: Path, section: dict[str, Any]) -> dict[str, int]:
         BODY: LIBRARIES[section["library"]].WEIGHTS_STEM,
         RECOVERY: description.RECOVERY,
         HEADS: description.HEADS,
+        ROWS: description.ROWS,
         SIGNATURES: description.SIGNATURES,
         PRETRAINED: description.PRETRAINED,
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import manifest
 from .artifact_files import ArtifactFiles
+from .checkpoints import take_inventory
 from .checkpoints.sources import Source
 from .config import CONFIG_NAME, RetexConfig
 from .description import (
@@ -22,6 +23,7 @@ from .description import (
     PRETRAINED,
     RECIPE_NAME,
     RECOVERY,
+    ROWS,
     SIGNATURES,
     TAKEN_FOR_MODELS,
     TASK_EMBEDDING,
@@ -33,15 +35,16 @@ from .description import (
     read_manifest,
 )
 from .errors import ArtifactError, CheckpointError, brief, shorten
-from .execution import in_own_dtypes
+from .execution import beside_own
 from .folder_files import FolderFiles
-from .libraries import LIBRARIES, library_of
+from .libraries import LIBRARIES, hf_transformers, library_of, modules, sentence_modules
+from .merged import resize_tensors
 from .parts import RetexParts
 from .reading import check_links, parse_json, parse_yaml, read_file
 from .recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
 from .recovery.storage import stored_parts
 from .routing import Signatures, WeightSignatures
-from .side_files import is_side_file, side_files
+from .side_files import is_side_file, side_files, task_tokenizer
 
 # How often a folder is read before one that others keep replacing is given up.
 ATTEMPTS = 10
@@ -65,14 +68,17 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
         try:
             files, parts = _read_parts(folder, verify, check_finite, keep=True)
             library = library_of(parts.model)
-            model = _load_model(folder, library, files, load_options)
+            options = {**load_options, **_sized_maker(load_options.get("make_model"), parts)}
+            model = _load_model(folder, library, files, options)
+            _check_feature_layer(folder, model, parts.signatures)
         except Exception:  # in a folder that is being replaced, any reader may trip over anything
             if before is None or _generation(folder) == before:
                 raise
             continue
         if _generation(folder) == before:
-            heads = {task: in_own_dtypes(model, head) for task, head in parts.heads.items()}
-            return dataclasses.replace(parts, model=model, heads=heads)
+            heads = {task: beside_own(model, head) for task, head in parts.heads.items()}
+            rows = {task: beside_own(model, own) for task, own in parts.rows.items()}
+            return dataclasses.replace(parts, model=model, heads=heads, rows=rows)
     raise ArtifactError(
         f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer saved."
     )
@@ -99,16 +105,15 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
     files, _ = open_artifact(folder, section, verify=verify, keep=keep)
     recovery, errors = read_recovery(files, section, config)
     heads = _read_heads(files, section, config)
+    rows = _read_rows(files, section, config)
     signatures = _read_signatures(files, section, config)
     pretrained = _read_pretrained(files) if config.feature_source == "pretrained" else {}
     model = _plan_model(files, library)
     _check_fits(folder, model, recovery, heads, pretrained)
+    _check_vocabulary(folder, model, config, rows, heads)
     _check_labels(folder, model, config, heads)
-    if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
-        raise ArtifactError(
-            f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
-            "the signatures are of."
-        )
+    if library is not modules:  # what those are made of is known when they are made
+        _check_feature_layer(folder, model, signatures)
     history = read_beside(files, TRAINING_NAME, list) or []
     if not all(isinstance(entry, dict) for entry in history):
         raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
@@ -118,6 +123,9 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
     parts = RetexParts(
         config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
     )
+    parts.rows = rows
+    own = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
+    parts.tokenizers = {task: home / task_tokenizer(task) for task in own}
     if check_finite:
         for source in files.sources():
             check_numbers(source)
@@ -195,6 +203,8 @@ def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
 def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
     source = files.weights(library.WEIGHTS_STEM)
     try:
+        if library is hf_transformers:
+            sentence_modules.read_modules(files)
         return library.plan(files.folder, source, files=files)
     except CheckpointError as error:
         raise ArtifactError(f"{files.folder}: the merged model does not load: {error}") from error
@@ -205,6 +215,8 @@ def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_op
         weights = files.weights(library.WEIGHTS_STEM)
         # Weights in memory are used by nobody else; mapped ones would change with their file.
         model = library.load(folder, weights, files=files, copy=not files.tensors, **load_options)
+        if library is hf_transformers:
+            sentence_modules.attach(model, sentence_modules.read_modules(files))
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)
@@ -290,15 +302,36 @@ def _read_heads(files: ArtifactFiles, section: dict[str, Any], config: RetexConf
         raise ArtifactError(
             f"{folder / CONFIG_NAME} lists heads for {sorted(listed)}, but its tasks are {config.tasks}."
         )
+    return _read_groups(files, listed, config.tasks, HEADS, "head")
+
+
+def _read_rows(files: ArtifactFiles, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
+    folder = files.folder
+    listed = _dict(section, "rows", folder) if "rows" in section else {}
+    if any(found and set(found) != set(config.tasks) for found in (listed, config.vocabulary)) or (
+        listed and not config.vocabulary
+    ):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} lists rows for {sorted(listed)} and vocabularies for {sorted(config.vocabulary)}, "
+            f"but its tasks are {config.tasks}."
+        )
+    return _read_groups(files, listed, list(listed), ROWS, "rows")
+
+
+def _read_groups(
+    files: ArtifactFiles, listed: dict[str, Any], tasks: list[str], stem: str, what: str
+) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors that each task has of its own in one file, of the shapes that are listed."""
+    folder = files.folder
     expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
     for key, shape in expected.items():
         if not isinstance(shape, list) or not all(is_count(size) for size in shape):
-            raise ArtifactError(f"{folder / CONFIG_NAME}: the head {key!r} is given the shape {brief(shape)}.")
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the {what} {key!r} is given the shape {brief(shape)}.")
     if not expected:
-        return {task: {} for task in config.tasks}
-    source = files.weights(HEADS)
+        return {task: {} for task in tasks}
+    source = files.weights(stem)
     _check_tensors(source, expected)
-    return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in config.tasks}
+    return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in tasks}
 
 
 def _read_signatures(
@@ -356,6 +389,75 @@ def _check_fits(
                 raise ArtifactError(
                     f"{folder}: tensor {name!r} has {tensors[name].ndim} axes in the merged model, but {tensor.ndim} "
                     f"in the head of task {task!r}."
+                )
+
+
+def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures | WeightSignatures | None) -> None:
+    if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
+            "the signatures are of."
+        )
+
+
+def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:
+    """The caller's function, of which heads may come in any size: those of the first task are what is stored."""
+    if not callable(make_model) or isinstance(make_model, nn.Module):
+        return {} if make_model is None else {"make_model": make_model}
+    head = parts.heads[parts.config.tasks[0]]
+
+    def make() -> Any:
+        model = make_model()
+        if not isinstance(model, nn.Module):
+            return model  # which is refused where it is to be filled
+        known = model.state_dict()
+        resize_tensors(
+            model,
+            {
+                name: tuple(tensor.shape)
+                for name, tensor in head.items()
+                if name in known and known[name].shape[1:] == tensor.shape[1:]
+            },
+        )
+        return model
+
+    return {"make_model": make}
+
+
+def _check_vocabulary(
+    folder: Path,
+    model: nn.Module,
+    config: RetexConfig,
+    rows: Mapping[str, Mapping[str, Tensor]],
+    heads: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Every task has the rows that its vocabulary has beyond the merged model's, of the same tensors; without such
+    rows, its tokens are those of its own tables, or of the merged model's."""
+    if not config.vocabulary:
+        return
+    library, tensors = library_of(model), model.state_dict()
+    known = library.vocabulary_names(model, take_inventory(model))
+    for task, described in config.vocabulary.items() if not rows else ():
+        size = len(heads[task].get(known[0], tensors[known[0]])) if known else None
+        if described["size"] != size:
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} gives task {task!r} {described['size']} tokens, but its tensors have "
+                f"{size or 'no'} rows for tokens."
+            )
+    names = set(next(iter(rows.values()), ()))
+    for task, own in rows.items():
+        size = config.vocabulary[task]["size"]
+        if set(own) != names or not names or not names <= set(known):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} lists rows of {sorted(own)} for task {task!r}; those with a row per token are "
+                f"{known}."
+            )
+        for name, tensor in own.items():
+            expected = (max(0, size - len(tensors[name])), *tensors[name].shape[1:])
+            if tuple(tensor.shape) != expected:
+                raise ArtifactError(
+                    f"{folder}: task {task!r} has rows of shape {tuple(tensor.shape)} in {name!r}, but its {size} "
+                    f"tokens ask for {expected}."
                 )
 
 

@@ -15,6 +15,7 @@ from .blueprint import prepare
 from .build import build_folder
 from .checkpoints import open_source
 from .config import RetexConfig
+from .devices import parse_device
 from .errors import ConfigError
 from .folders import check_target
 from .model import RetexModel
@@ -52,11 +53,14 @@ def make(
         "training": training,
         "model_config": recipe.model_config,
         "check_base": recipe.check_base,
+        "dtype": recipe.dtype,
+        "device": recipe.device,
         "accelerator": accelerator,
         "progress": progress,
         **options,
     }
     complete = partial(_complete, recipe, references, inputs, progress=progress, **options)
+    device = None if recipe.device is None else parse_device(recipe.device)
     with same_threads(recipe.to_dict()):
         if not recipe.output_dir:
             model = RetexModel.from_experts(recipe.base, recipe.experts, config, **build_options)
@@ -66,7 +70,7 @@ def make(
 
         def publish(parts: RetexParts, folder: Path | None) -> None:
             model = RetexModel(parts)
-            complete(model)
+            complete(model if device is None else model.to(device))
             if folder is None or recipe.changes or config.shared_trunk:  # the weights are others, or on no disk yet
                 model.save_pretrained(recipe.output_dir)
             else:
@@ -75,7 +79,8 @@ def make(
         more = inputs or recipe.changes or recipe.solver == "adam"
         build_options["publish"] = publish if more else None
         folder = build_folder(recipe.base, recipe.experts, config, recipe.output_dir, **build_options)
-        return RetexModel(loading.read(folder))
+        model = RetexModel(loading.read(folder))
+        return model if device is None else model.to(device)
 
 
 def _complete(

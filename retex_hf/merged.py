@@ -130,7 +130,7 @@ class FileTensors(MergedTensors):
                     f"No checkpoint holds {name!r}, which {type(self._model).__name__} computes: "
                     "build without output_dir, and save."
                 )
-        cast = {name: tensor.to(self._meta[name].dtype) for name, tensor in tensors.items()}
+        cast = {name: tensor.to("cpu", self._meta[name].dtype) for name, tensor in tensors.items()}
         for name, tensor in self._to_files(cast).items():
             self._stored[name].copy_(tensor)
 

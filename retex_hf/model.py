@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,18 +16,25 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
 from . import artifact, hub, loading
+from .blueprint import maker_of
 from .build import build, build_folder
 from .config import RetexConfig
-from .errors import ConfigError, InputError, TaskError
+from .devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
+from .errors import ConfigError, InputError, RetexError, TaskError
 from .execution import (
     ExpertCache,
     Group,
+    Mixture,
+    as_active,
     task_index,
     trunk_cost,
 )
-from .libraries import as_inputs, library_of, parse_dtype
+from .libraries import as_inputs, parse_dtype, sentence_modules
+from .libraries.untrusted_tokenizer import vetted_side_files
 from .lora import LoraExport, export_lora
 from .parts import RetexParts
+from .paths import as_path
+from .peft_names import LOADING, SAVING, check_options
 from .readout import Readout
 from .recipe import signed_in_memory
 from .recovery import TrainingConfig
@@ -35,11 +43,11 @@ from .routing import (
     Signatures,
     WeightSignatures,
     as_batches,
+    candidate_layers,
     describe_trunk,
     fit_signatures,
     keeps_cache,
     noted,
-    resolve_feature_layers,
     trunk_parameters,
 )
 from .tasks import AddedTask, add_task, delete_task
@@ -92,6 +100,8 @@ class RetexModel(RoutedModel):
         accelerator: Accelerator | None = None,
         model_config: str | dict[str, Any] | None = None,
         check_base: bool = True,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
         expert_cache: str | int = "2GB",
         token: str | None = None,
         cache_dir: str | None = None,
@@ -109,10 +119,11 @@ class RetexModel(RoutedModel):
 
         Args:
             base: The pre-trained model the experts were fine-tuned from.
-            experts: `{task name: expert}`. Base and experts may each be a transformers or OpenCLIP folder, a Hub id
-                (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight file, a module or a
-                state dict. Tensors are read one at a time; files are memory-mapped. An expert may also be a PEFT LoRA
-                adapter on the base: its folder, its Hub id or a `PeftModel`. It is merged tensor by tensor.
+            experts: `{task name: expert}`. Base and experts may each be a folder of transformers, OpenCLIP, timm or
+                diffusers, a Hub id (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight
+                file, a module (of any class) or a state dict. Tensors are read one at a time; files are memory-mapped.
+                An expert may also be a PEFT adapter on the base (its folder, its Hub id or a `PeftModel`), which is
+                merged tensor by tensor, a quantised checkpoint, or a GGUF file; see docs/experts.md.
             config: Defaults to `RetexConfig()`.
             solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
             training: Settings of `"adam"`.
@@ -123,8 +134,14 @@ class RetexModel(RoutedModel):
             readout: With `calibration`: how the experts answer. Default: `Classifier()`, the model's own `logits`.
             accelerator: An `accelerate.Accelerator`: the work is shared among its processes, which must all make this
                 call. The exact result does not depend on their number.
-            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict.
+            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict. For
+                timm models that were made with arguments: `{"architecture": ..., "model_args": {...}}`.
             check_base: Refuse experts that do not descend from the base.
+            device: Where to merge and solve, tensor by tensor, and where the model is in the end: `"cuda"`, `"cuda:1"`,
+                or `"auto"`, the machine's accelerator. Default: where the base or an expert given as a module is, else
+                the CPU. What needs float64 runs on the CPU where the device has none, which is said.
+            dtype: Hold and run the merged model in this dtype, such as `"bfloat16"`. What rounding loses the recovery
+                knows of. Default (and `"auto"`): as the first expert is stored.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
             token: Hub token.
             cache_dir: Hub cache.
@@ -144,27 +161,73 @@ class RetexModel(RoutedModel):
             "accelerator": accelerator,
             "model_config": model_config,
             "check_base": check_base,
+            "device": device,
+            "dtype": dtype,
             "token": token,
             "cache_dir": cache_dir,
             "progress": progress,
         }
         if output_dir is not None:
             folder = {"max_shard_size": max_shard_size, "resume": resume}
-            parts = loading.read(build_folder(base, experts, config, output_dir, **folder, **options))
+            built = build_folder(base, experts, config, output_dir, **folder, **options)
+            parts = loading.read(built, **maker_of(base, experts))
         else:
             parts = build(base, experts, config, **options)
-        return cls(parts, expert_cache=expert_cache, execution=execution)
+        device = device_of(base, *experts.values()) if device is None else parse_device(device)
+        with enough_memory("hold the model"):
+            return cls(parts, expert_cache=expert_cache, execution=execution).to(device)
 
     def save_pretrained(
-        self, save_directory: str | Path, *, max_shard_size: str | int = "5GB", is_main_process: bool = True
+        self,
+        save_directory: str | Path,
+        *,
+        max_shard_size: str | int = "5GB",
+        is_main_process: bool = True,
+        safe_serialization: bool = True,
+        selected_adapters: Iterable[str] | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_options: Any,
     ) -> None:
         """Save to a folder that is also a plain checkpoint of the merged model.
 
         Written beside the target and moved into place: a failure leaves the previous folder as it was. Files in the
         folder that are not part of the artifact are kept. The model card is written, or brought up to date.
+
+        Args:
+            save_directory: The folder.
+            max_shard_size: Size above which weights are stored in several files.
+            is_main_process: Whether this process is the one that saves.
+            safe_serialization: As in PEFT. Weights are always safetensors, so False is refused.
+            selected_adapters: Save these tasks only. The model itself keeps all of them.
+            push_to_hub: Push the same to the Hub afterwards, see [`push_to_hub`].
+            repo_id: Where to; default: the folder's name.
+            push_options: Those of [`push_to_hub`].
         """
+        if not safe_serialization:
+            raise ConfigError("Weights are always saved as safetensors: leave out safe_serialization=False.")
+        check_options("save_pretrained", push_options, _options_of(type(self).push_to_hub), SAVING)
+        if (push_options or repo_id is not None) and not push_to_hub:
+            name = "repo_id" if repo_id is not None else sorted(push_options)[0]
+            raise ConfigError(f"{name} is for push_to_hub=True.")
+        saved = self if selected_adapters is None else self._of_tasks(selected_adapters)
         if is_main_process:
-            artifact.write(self.parts(), save_directory, max_shard_size)
+            artifact.write(saved.parts(), save_directory, max_shard_size)
+            if push_to_hub:
+                name = repo_id or as_path(save_directory).resolve().name
+                saved.push_to_hub(name, max_shard_size=max_shard_size, **push_options)
+
+    def _of_tasks(self, names: Iterable[str]) -> RetexModel:
+        """A model of some of the tasks."""
+        kept, parts = list(names), self.parts()
+        if isinstance(names, str) or not kept:
+            raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {self.tasks}.")
+        for name in kept:
+            task_index(name, parts.config.tasks)
+        for name in parts.config.tasks:
+            if name not in kept:
+                parts = delete_task(parts, name)
+        return type(self)(parts)
 
     def save_description(self, save_directory: str | Path) -> None:
         """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
@@ -178,13 +241,17 @@ class RetexModel(RoutedModel):
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
-        *,
+        *further: Any,
+        adapter_name: str | None = None,
         revision: str | None = None,
         cache_dir: str | None = None,
         token: str | None = None,
         local_files_only: bool = False,
+        subfolder: str | None = None,
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
         is_trainable: bool = False,
         expert_cache: str | int = "2GB",
         execution: str = "auto",
@@ -199,13 +266,20 @@ class RetexModel(RoutedModel):
 
         Args:
             pretrained_model_name_or_path: A folder written by `save_pretrained`, or a Hub id.
+            further: Nothing: an artifact holds the merged model, and PEFT's `(base, folder)` is refused.
+            adapter_name: Pin this task, as [`set_adapter`] does.
             revision: Branch, tag or commit on the Hub.
             cache_dir: Hub cache.
             token: Hub token.
             local_files_only: Do not contact the Hub.
+            subfolder: Where in the folder or repository the artifact lies.
             dtype: Cast the merged model (and the experts recovered from it) to this dtype, such as `torch.float16` or
                 `"float16"`; `"auto"` takes it as it is stored, which is also the default (OpenCLIP: float32).
             torch_dtype: Another name of `dtype`.
+            device: Put all of the model on this device, such as `"cuda"`; `"auto"` is the machine's accelerator.
+                Default: the CPU. `model.to(device)` does the same, by way of the CPU's memory.
+            device_map: Or spread the merged model, as transformers does: `"auto"`, or a dict of module names and
+                devices. What recovers experts follows where it is needed.
             is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
                 must be stored as float32.
             expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
@@ -213,19 +287,28 @@ class RetexModel(RoutedModel):
             verify: Compare the content of every file that is read with the checksum recorded for it. This reads the
                 files once more; False leaves it out, for large artifacts on slow disks.
             check_finite: Refuse weights that hold NaN or infinite numbers. This looks at every number.
-            model_options: Go to transformers' own `from_pretrained` for the merged model: `device_map`,
-                `quantization_config`, `attn_implementation` and the like.
+            model_options: Go to transformers' own `from_pretrained` for the merged model: `quantization_config`,
+                `attn_implementation`, `offload_folder` and the like. An artifact of modules of your own class needs
+                `make_model`, a function that makes one: `make_model=lambda: Net(width=64)`.
         """
+        if further or isinstance(pretrained_model_name_or_path, nn.Module):
+            raise ConfigError(
+                "An artifact holds its own merged model: RetexModel.from_pretrained(folder), without one."
+            )
+        placement = parse_placement(device, device_map)
         folder = hub.find_artifact(
             pretrained_model_name_or_path,
             revision=revision,
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
+            subfolder=subfolder,
         )
         dtype = parse_dtype(dtype, torch_dtype)
-        load_options = model_options if dtype is None else {**model_options, "dtype": dtype}
-        parts = loading.read(folder, verify=verify, check_finite=check_finite, **load_options)
+        load_options = {"dtype": dtype, "device_map": placement}
+        load_options = model_options | {name: value for name, value in load_options.items() if value is not None}
+        with enough_memory("hold the model"):
+            parts = loading.read(folder, verify=verify, check_finite=check_finite, **load_options)
         if is_trainable and parts.config.recovery_dtype != "float32":
             raise ConfigError(
                 f"{folder}: a recovery stored as {parts.config.recovery_dtype} cannot be trained; "
@@ -233,10 +316,21 @@ class RetexModel(RoutedModel):
             )
         model = cls(parts, expert_cache=expert_cache, execution=execution)
         model.recovery.requires_grad_(is_trainable)
-        devices = {parameter.device for parameter in model.model.parameters()}
-        if len(devices) == 1 and not devices <= {torch.device("cpu"), torch.device("meta")}:
-            model.to(devices.pop())  # recovery and heads follow where `device_map` has put the merged model
-        return model
+        model.set_adapter(adapter_name)
+        with enough_memory("hold the model"):
+            return model._followed()
+
+    def _followed(self) -> RetexModel:
+        """The same model, with its recovery where `device_map` has put the merged model, or most of what computes."""
+        devices = list(dict.fromkeys(parameter.device for parameter in self.model.parameters()))
+        computing = [device for device in devices if device not in (CPU, META)]
+        if len(devices) == 1 and computing:
+            return self.to(devices[0])
+        if computing:  # tensors that lie elsewhere are met there
+            self.recovery.to(computing[0])
+            if self.signatures is not None:
+                self.signatures = self.signatures.to(computing[0])
+        return self
 
     def push_to_hub(
         self,
@@ -318,18 +412,18 @@ class RetexModel(RoutedModel):
         self, references: Mapping[str, Iterable[Any]] | Iterable[Any], progress: bool
     ) -> dict[str, float]:
         if self.retex_config.signatures == "weights":
-            self._sign(WeightSignatures.fit(self._scorer(), self._as_pool(references)))
+            self._sign(WeightSignatures.fit(self._scorer, self._as_pool(references)))
             return {}
         for task in references:
             task_index(task, self.tasks)
         missing = [task for task in self.tasks if task not in references]
         if missing:
             raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
-        layers = resolve_feature_layers(self.model, self.retex_config)
         batches = {task: map(partial(as_inputs, self.model), as_batches(references[task])) for task in self.tasks}
         seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
         signatures, accuracies = fit_signatures(
-            self._extractor(layers),
+            self._extractor,
+            candidate_layers(self.model, self.retex_config),
             {task: noted(batches[task], seen[task]) for task in self.tasks},
             self.retex_config.num_reference,
             self.retex_config.signature_rank,
@@ -342,6 +436,7 @@ class RetexModel(RoutedModel):
 
     def _sign(self, signatures: Signatures | WeightSignatures) -> None:
         # What was measured and written down was of other signatures.
+        signatures = signatures.to(self.recovery.task_embedding.device)
         self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
 
     def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
@@ -353,7 +448,7 @@ class RetexModel(RoutedModel):
         self.recovery = self.recovery.without(names)
         self.recovery_errors = {name: error for name, error in self.recovery_errors.items() if name in self.recovery}
         trunk = {
-            "replayed": not keeps_cache(extractor, sample, library_of(self.model).feature_root(self.model)),
+            "replayed": not keeps_cache(extractor, sample, self.model),
             "cost": trunk_cost(full, self._runner(cache=ExpertCache(0)), references, extractor),
         }
         self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
@@ -378,6 +473,7 @@ class RetexModel(RoutedModel):
         check_base: bool = True,
         token: str | None = None,
         cache_dir: str | None = None,
+        device: str | torch.device | None = None,
         progress: bool = True,
     ) -> AddedTask:
         """Recover one more expert, without the others at hand; what the model does for other tasks stays the same.
@@ -402,6 +498,7 @@ class RetexModel(RoutedModel):
             check_base: Refuse an expert that is not related to the merged model.
             token: Hub token.
             cache_dir: Hub cache.
+            device: Where to solve, as in [`from_experts`]. Default: where the model is.
             progress: Show a progress bar.
 
         Returns:
@@ -431,6 +528,7 @@ class RetexModel(RoutedModel):
             check_base=check_base,
             token=token,
             cache_dir=cache_dir,
+            device=device,
             progress=progress,
         )
         self._exchange(parts, grown)
@@ -445,18 +543,82 @@ class RetexModel(RoutedModel):
         parts = self.parts()
         self._exchange(parts, delete_task(parts, name))
 
+    def load_adapter(
+        self, model_id: Any, adapter_name: str, *, is_trainable: bool = False, **options: Any
+    ) -> AddedTask:
+        """PEFT's name for [`add_task`]: `model_id` is an expert, or an adapter of one; `options` are those of
+        `add_task`. The new task is not pinned. `is_trainable=True` is refused: tasks share what is trained."""
+        given = {**options, "is_trainable": True} if is_trainable else options
+        check_options("load_adapter", given, _options_of(self.add_task), LOADING)
+        return self.add_task(adapter_name, model_id, **options)
+
+    def delete_adapter(self, adapter_name: str | list[str]) -> None:
+        """PEFT's name for [`delete_task`]; of several tasks, all are deleted, or none."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        parts = before = self.parts()
+        for name in names:
+            parts = delete_task(parts, name)
+        if names:
+            self._exchange(before, parts)
+
     # ---- one expert, apart -------------------------------------------------------------------------------------------
 
     def recover(self, task: str) -> dict[str, Tensor]:
         """The state dict of a recovered expert, under the wrapped model's names."""
         return {name: tensor.clone() for name, tensor in self._expert(task).state_dict().items()}
 
-    def merge_and_unload(self, task: str | None = None) -> nn.Module:
-        """A recovered expert as a plain model of the wrapped class, independent of this one."""
-        task = task or self._active_task
-        if task is None:
+    def merge_and_unload(
+        self,
+        task: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        """A recovered expert as a plain model of the wrapped class, independent of this one.
+
+        Args:
+            task: Whose; default: the one that is pinned.
+            progressbar: As in PEFT. An expert is recovered at once, so True is refused.
+            safe_merge: Refuse weights that are not finite.
+            adapter_names: PEFT's name for the same. Several are mixed in equal parts, as by [`set_adapter`].
+        """
+        if progressbar:
+            raise ConfigError("An expert is recovered at once, without steps to show: leave out progressbar=True.")
+        if task is not None and adapter_names is not None:
+            raise TaskError("task and adapter_names say the same: give one of them.")
+        active = as_active(task if adapter_names is None else adapter_names, self.tasks) or self._active
+        if active is None:
             raise TaskError(f"merge_and_unload needs a task; the tasks are {self.tasks}.")
-        return deepcopy(self._expert(task))
+        expert = deepcopy(self._expert(active))
+        if safe_merge:
+            for name, tensor in expert.state_dict().items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise RetexError(f"{name!r} of the expert {task or adapter_names} holds NaN or infinite numbers.")
+        return expert
+
+    def as_sentence_transformer(self, task: str | None = None) -> Any:
+        """A SentenceTransformer of a model that was built from SentenceTransformers (objects or folders): its `encode`
+        takes sentences, and gives each the embedding of its own expert.
+
+        Args:
+            task: Encode everything with this task's expert, on its own; default: this model runs, and every sentence
+                is routed (or goes to the task that is pinned by [`set_adapter`]).
+
+        Example:
+            >>> encoder = model.as_sentence_transformer()  # doctest: +SKIP
+            >>> encoder.encode(["a question about tax law", "a film review"]).shape  # doctest: +SKIP
+            (2, 384)
+        """
+        if self.side_folder is None:
+            raise ConfigError("The model came without a tokenizer: nothing makes batches of sentences.")
+        files = vetted_side_files(self.side_folder, loading.read_side_files(self.side_folder))
+        runs = self if task is None else self.merge_and_unload(task)
+        return sentence_modules.sentence_transformer(self.model, runs, files)
+
+    def unload(self) -> nn.Module:
+        """The merged model as a plain model, independent of this one."""
+        return deepcopy(self.model)
 
     def export_lora(self, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
         """Write a recovered expert as a PEFT LoRA adapter on the merged model, which any artifact folder is:
@@ -477,11 +639,14 @@ class RetexModel(RoutedModel):
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
 
-    def _expert(self, task: str) -> nn.Module:
+    def _expert(self, task: str | Mixture) -> nn.Module:
         """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
         runner = self._frozen()._runner()
         cache = ExpertCache(0) if runner.trunk else runner.cache
         runner = dataclasses.replace(runner, trunk=[], cache=cache)
+        if isinstance(task, Mixture):
+            first = task_index(task.names[0], runner.tasks)
+            return runner.expert(Group(first, torch.arange(0), task.weights(runner.tasks)))
         return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
 
     # ---- trainable parameters ----------------------------------------------------------------------------------------
@@ -497,6 +662,12 @@ class RetexModel(RoutedModel):
         print(
             f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
         )
+
+
+def _options_of(function: Callable[..., Any]) -> list[str]:
+    """The names of the options of a method, which are those that have no place."""
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _register_pipelines() -> None:

@@ -21,7 +21,9 @@ class RetexParts:
     the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie,
     `history` the record of a training run, `recipe` what a build of the same artifact needs (None where it cannot be
     written down, because experts were in memory), and `evaluation` the figures that were last measured.
-    `unverified`: it was read from files whose contents were not compared with what is recorded of them.
+    Where vocabularies differ, `rows` are each task's rows of tokens that the merged model lacks, and `tokenizers` says
+    where the tokenizers lie that tasks have of their own. `unverified`: it was read from files whose contents were not
+    compared with what is recorded of them.
     """
 
     config: RetexConfig
@@ -36,3 +38,5 @@ class RetexParts:
     recipe: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     unverified: bool = False
+    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    tokenizers: dict[str, Path] = field(default_factory=dict)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .devices import as_model_takes
 from .errors import ConfigError, InputError
 from .labels import best_label
-from .libraries import library_of, openclip
+from .libraries import hf_transformers, library_of, openclip
 from .model import RetexModel
 from .preprocess import Preprocessor, load_preprocessor
 from .readout import Classifier, Generator, Readout, ZeroShot
@@ -49,6 +50,8 @@ class Predictor:
         classes: For dual encoders of images and texts: the names of the classes of each task.
         prompt: What a class name is put into, for those.
         batch_size: Inputs per call of the model.
+        own: Preprocessors of tasks that have tokens of their own; default: as their tokenizers lie beside the model.
+            Tasks are identified from what `preprocessor` makes of an input.
         generate: Options of `generate`, for models that answer in words.
 
     Example:
@@ -66,14 +69,21 @@ class Predictor:
         classes: Mapping[str, Sequence[str]] | None = None,
         prompt: str = PROMPT,
         batch_size: int = 64,
+        own: Mapping[str, Preprocessor] | None = None,
         **generate: Any,
     ) -> None:
         self.model, self.preprocessor, self.batch_size = model, preprocessor, batch_size
+        self.own = own_preprocessors(model) if own is None else dict(own)
         self.classes = None if classes is None else {task: list(names) for task, names in classes.items()}
         self.kind = answer_kind(model, classes is not None)
         if classes is not None and self.kind != ZERO_SHOT:
             raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
         self.readout = self._readout(prompt, generate)
+        # What tokens mean is for the tokenizer to say that made them.
+        self._own_readouts = {
+            task: Generator(found.tokenizer, **generate) if self.kind == GENERATOR else self.readout
+            for task, found in self.own.items()
+        }
 
     @classmethod
     def from_pretrained(
@@ -86,7 +96,8 @@ class Predictor:
     ) -> Predictor:
         """A predictor over an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
         model = RetexModel.from_pretrained(folder, **(model_options or {}))
-        return cls(model, preprocessor_of(model, max_length), **options)
+        own = own_preprocessors(model, max_length)
+        return cls(model, preprocessor_of(model, max_length), own=own, **options)
 
     def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
         if self.kind == GENERATOR:
@@ -129,29 +140,58 @@ class Predictor:
         for start in range(0, len(inputs), self.batch_size):
             rows = slice(start, start + self.batch_size)
             named = None if task is None else tasks[rows]
-            answers += self._answer_batch(self.batch(inputs[rows]), named, merged)
+            answers += self._answer_inputs(inputs[rows], named, merged)
         return answers
 
-    def _answer_batch(self, batch: dict[str, Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
+    def _answer_inputs(self, inputs: list[Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
+        """Answer the inputs of one batch; a task that has a tokenizer of its own gets what that makes of its inputs."""
+        if not self.own or self.readout is None:
+            return self._answer_batch(self.batch(inputs), tasks, merged, self.readout)
+        routing = None
+        if tasks is None:
+            pinned = self.model.active_adapter
+            if pinned is None:
+                routing = self.model.identify(**self.batch(inputs))
+            if isinstance(pinned, list) or (routing is not None and routing.weights is not None):
+                # A mixture of tasks has no tokens of a single one.
+                return self._answer_batch(self.batch(inputs), None, merged, self.readout)
+            tasks = [pinned] * len(inputs) if routing is None else routing.tasks
+        answers: list[Answer | None] = [None] * len(inputs)
+        for owner in dict.fromkeys(task if task in self.own else None for task in tasks):
+            rows = [row for row, task in enumerate(tasks) if (task if task in self.own else None) == owner]
+            made = self.own.get(owner, self.preprocessor)([inputs[row] for row in rows])
+            readout = self._own_readouts.get(owner, self.readout)
+            found = self._answer_batch(self._moved(made), [tasks[row] for row in rows], merged, readout)
+            for row, answer in zip(rows, found, strict=True):
+                answers[row] = answer
+        if routing is None:
+            return answers
+        read = [(answer.answer, answer.score) for answer in answers]
+        return self._answers(tasks, read, routing)
+
+    def _answer_batch(
+        self, batch: dict[str, Any], tasks: list[str] | None, merged: bool, readout: Readout | None
+    ) -> list[Answer]:
         model = self.model
-        if self.readout is None:
+        if readout is None:
             routing = model.identify(**batch) if tasks is None else None
             chosen = routing.tasks if routing is not None else tasks
             return self._answers(chosen, [(None, None)] * len(chosen), routing)
         if merged:
             with model.disable_adapter():
-                output = self.readout.call(model, batch, **({} if self.kind == GENERATOR else {"task": tasks}))
-            return self._answers(tasks, self._read(output, tasks), None)
-        output = self.readout.call(model, batch, task=tasks)
+                named = {} if self.kind == GENERATOR and not self.own else {"task": tasks}
+                output = readout.call(model, batch, **named)
+            return self._answers(tasks, self._read(output, tasks, readout), None)
+        output = readout.call(model, batch, task=tasks)
         chosen = output.routing.tasks
-        return self._answers(chosen, self._read(output, chosen), output.routing if tasks is None else None)
+        return self._answers(chosen, self._read(output, chosen, readout), output.routing if tasks is None else None)
 
-    def _read(self, output: Any, tasks: Sequence[str]) -> list[tuple[str | None, float | None]]:
+    def _read(self, output: Any, tasks: Sequence[str], readout: Readout) -> list[tuple[str | None, float | None]]:
         """Label or text of every row, and its score."""
         if self.kind == CLASSIFIER:
             labels = self.model.retex_config.labels
             return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
-        answers = self.readout.answers(output, tasks)
+        answers = readout.answers(output, tasks)
         if self.kind == GENERATOR:
             return [(answer, None) for answer in answers]
         return [(self.classes[task][answer], None) for answer, task in zip(answers, tasks, strict=True)]
@@ -176,10 +216,7 @@ class Predictor:
         return self._moved(self.preprocessor(inputs))
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
-        device = next(self.model.model.parameters()).device
-        if device.type in ("cpu", "meta"):  # offloaded weights are brought in where the inputs are
-            return batch
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return as_model_takes(batch, self.model.model)
 
 
 class _ImageReadout(ZeroShot):
@@ -198,15 +235,26 @@ def _as_tensor(features: Any) -> Tensor:
     return features if isinstance(features, Tensor) else features.pooler_output
 
 
-def preprocessor_of(model: RetexModel, max_length: int | None = None) -> Preprocessor:
-    """The preprocessor whose files came with a model.
+def own_preprocessors(model: RetexModel, max_length: int | None = None) -> dict[str, Preprocessor]:
+    """The preprocessors of tasks that have a tokenizer of their own."""
+    vocabulary = model.retex_config.vocabulary
+    return {
+        task: preprocessor_of(model, max_length, task)
+        for task in model.tasks
+        if task in vocabulary and vocabulary[task]["tokenizer"]
+    }
+
+
+def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str | None = None) -> Preprocessor:
+    """The preprocessor whose files came with a model, or with one of its tasks.
 
     Texts are cut after `max_length` tokens; default: as when the model was signed, else what its tokenizer takes.
     """
     if model.side_folder is None:
         raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
     length = last_references(model.recipe).get("max_length") if max_length is None else max_length
-    return load_preprocessor(model.side_folder, model.model, max_length=length)
+    tokens = model.retex_config.vocabulary.get(task, {}).get("size")
+    return load_preprocessor(model.tokenizer_folder(task), model.model, max_length=length, tokens=tokens)
 
 
 def answer_kind(model: RetexModel, has_classes: bool) -> str:
@@ -215,4 +263,5 @@ def answer_kind(model: RetexModel, has_classes: bool) -> str:
         return CLASSIFIER
     if library_of(model.model).is_dual_encoder(model.model):
         return ZERO_SHOT if has_classes else FEATURES
-    return GENERATOR if library_of(model.model) is not openclip and model.model.can_generate() else FEATURES
+    generates = library_of(model.model) is hf_transformers and model.model.can_generate()
+    return GENERATOR if generates else FEATURES

@@ -24,6 +24,7 @@ from .libraries.untrusted_processor import CheckedProcessor
 from .libraries.untrusted_tokenizer import vetted_side_files
 from .loading import read_config_files, read_side_files
 from .paths import as_path
+from .side_files import is_task_tokenizer
 
 TEXT, IMAGE = "text", "image"
 # Where transformers looks for the settings of an image processor, in this order; timm's are in the model's own.
@@ -65,14 +66,22 @@ def _is_text(value: Any) -> bool:
     )
 
 
-def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int | None = None) -> Preprocessor:
+def load_preprocessor(
+    folder: str | Path, model: nn.Module, *, max_length: int | None = None, tokens: int | None = None
+) -> Preprocessor:
     """The preprocessor of a model, from the files of a folder.
 
     Args:
         folder: Where tokenizer or processor files lie, such as an artifact; of that, they must be those it records.
         model: The wrapped model; it decides between texts and images.
         max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
+        tokens: How many tokens the task knows whose tokenizer this is; default: as many as the model.
     """
+    if library_of(model) not in (hf_transformers, openclip):
+        raise InputError(
+            f"{type(model).__name__} takes tensors that its caller makes; batches are made here for models of "
+            "transformers and OpenCLIP only."
+        )
     folder = as_path(folder)
     files = _SideFiles.read(folder, library_of(model))
     if library_of(model) is openclip:
@@ -91,10 +100,10 @@ def load_preprocessor(folder: str | Path, model: nn.Module, *, max_length: int |
         raise ArtifactError(
             f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
         )
-    return _text_preprocessor(files, model, max_length)
+    return _text_preprocessor(files, model, max_length, tokens or len(model.get_input_embeddings().weight))
 
 
-def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | None) -> Preprocessor:
+def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | None, known: int) -> Preprocessor:
     tokenizer, folder = files.load(AutoTokenizer, "tokenizer"), files.folder
     generates_in_place = model.can_generate() and not model.config.is_encoder_decoder
     if generates_in_place:
@@ -110,7 +119,6 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
             f"The tokenizer in {folder} cuts texts after {brief(tokenizer.model_max_length)} tokens: expected a number "
             "above 0 as its model_max_length."
         )
-    known = model.get_input_embeddings().weight.shape[0]
     # A tokenizer that knows no limit says so by a huge number.
     longest = int(min(tokenizer.model_max_length, positions or tokenizer.model_max_length))
     if max_length is None:
@@ -174,10 +182,14 @@ class _SideFiles:
 
     @classmethod
     def read(cls, folder: Path, library: ModuleType) -> _SideFiles:
-        files = vetted_side_files(folder, read_side_files(folder))
-        beside = read_config_files(folder, library.CONFIG)
+        home = folder.parent if is_task_tokenizer(folder.name) else folder
+        files = vetted_side_files(home, read_side_files(home))
+        if home != folder:  # of an artifact, a task's own
+            inside = f"{folder.name}/"
+            files = {name.removeprefix(inside): data for name, data in files.items() if name.startswith(inside)}
+        beside = read_config_files(home, library.CONFIG)
         if beside.has(library.CONFIG):
-            files[library.CONFIG] = library.vetted_config(folder, beside)
+            files[library.CONFIG] = library.vetted_config(home, beside)
         return cls(folder, files)
 
     def load(self, auto_class: type, what: str) -> Any:

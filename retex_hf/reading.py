@@ -135,8 +135,9 @@ def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) ->
     """
     home = folder.resolve()
     roots = [home]
-    if home.parent.name == "snapshots":
-        roots += [home.parent.parent / "blobs", home.parent.parent.parent / "blobs"]
+    snapshot = next((place for place in (home, *home.parents) if place.parent.name == "snapshots"), None)
+    if snapshot is not None:
+        roots += [snapshot.parents[1] / "blobs", snapshot.parents[2] / "blobs"]
     for file in files:
         try:
             target = file.resolve()

@@ -68,11 +68,11 @@ class ZeroShot(Readout):
 
     def answers(self, output: Any, tasks: Sequence[str]) -> list[Answer]:
         rows = zip(self.features(output), tasks, strict=True)
-        return [int((self.heads[task] @ row.float()).argmax()) for row, task in rows]
+        return [int((self.heads[task].to(row.device) @ row.float()).argmax()) for row, task in rows]
 
     def logits(self, model: nn.Module, inputs: Mapping[str, Tensor], task: str) -> Tensor:
         features = nn.functional.normalize(self.features(self.call(model, inputs)).float(), dim=-1)
-        return self.scale * features @ self.heads[task].T
+        return self.scale * features @ self.heads[task].to(features.device).T
 
 
 class Generator(Readout):
@@ -103,8 +103,9 @@ class Generator(Readout):
         if not model.config.is_encoder_decoder:
             return model(**inputs).logits[:, -1]
         start = model.config.decoder_start_token_id
-        rows = next(iter(inputs.values())).shape[0]
-        return model(**inputs, decoder_input_ids=torch.full((rows, 1), start)).logits[:, 0]
+        first = next(iter(inputs.values()))
+        begun = torch.full((len(first), 1), start, device=first.device)
+        return model(**inputs, decoder_input_ids=begun).logits[:, 0]
 
 
 def entropy(logits: Tensor) -> Tensor:

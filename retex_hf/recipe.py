@@ -21,9 +21,9 @@ from .errors import ConfigError, brief
 from .reading import read_yaml
 from .recovery import TrainingConfig
 
-FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
+FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "trunk"}
 # What says where results go, not what they are.
-OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse"}
+OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse", "device"}
 # What says how reference inputs are read, besides where they are.
 OF_REFERENCES = ("split", "input_column", "max_length", "seed")
 SIGNED_IN_MEMORY = "fit signatures on batches in memory"
@@ -44,6 +44,9 @@ class Recipe:
         training: Fields of TrainingConfig, for "adam".
         model_config: For OpenCLIP weights without a configuration: the architecture's name.
         check_base: Refuse experts that do not descend from the base.
+        dtype: Of the merged model: float32, bfloat16 or float16. Default: as the first expert is stored.
+        device: Where to merge, solve and sign, such as cuda or cuda:1, or auto: an accelerator, if there is one.
+            Default: the CPU.
         data: Task names and their data: a folder with train.* and test.* files, a file, or a Hub id. Signatures are
             fitted on them.
         split: The part of the data that signatures are fitted on.
@@ -77,6 +80,8 @@ class Recipe:
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
     model_config: str | dict[str, Any] | None = None
     check_base: bool = True
+    dtype: str | None = None
+    device: str | None = None
     data: dict[str, str] = dataclasses.field(default_factory=dict)
     split: str = "train"
     input_column: str | list[str] | None = None
@@ -156,6 +161,7 @@ def describe_build(
     training: TrainingConfig | None = None,
     model_config: str | dict[str, Any] | None = None,
     check_base: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any] | None:
     """The recipe of a build, or None where something of it is in memory only.
 
@@ -178,6 +184,7 @@ def describe_build(
         training={} if training is None else _plain(changed_fields(training)),
         model_config=model_config,
         check_base=check_base,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         made_with={name: version(name) for name in PACKAGES},
     )

@@ -10,46 +10,59 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from .config import routing_options
+from .devices import META
 from .errors import ConfigError, InputError, RetexError, TaskError
 from .execution import (
+    BASE,
     Assignment,
     ExpertCache,
     ExpertRunner,
+    Mixture,
     TrunkRecord,
+    as_active,
     attach_routing,
+    beside_own,
     call_method,
     check_execution,
     copy_with,
-    in_own_dtypes,
+    logits_of,
+    parse_adapter_names,
     parse_task,
     task_index,
 )
+from .execution.vocabulary_rows import rows_beyond, tokens_of, with_all_rows
 from .labels import best_label
 from .libraries import as_inputs, library_of
 from .locks import Turn
 from .parts import RetexParts
+from .peft_names import REFUSED, check_spelling, layer_status, model_status
 from .routing import (
     FeatureExtractor,
     Routing,
     WeightScorer,
+    block_lists,
+    candidate_layers,
     decide,
-    feature_blocks,
-    resolve_feature_layers,
+    trying,
 )
 from .tensor_bank import TensorBank
-from .wrapped import shows_wrapped, without_shared_memory
+from .wrapped import may_pass, refuse, shows_wrapped, without_shared_memory
 
-# Methods of wrapped models that run on inputs; all others (`num_parameters`, `get_input_embeddings`) pass through.
-ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_features|get_logits|forward_intermediates)$")
-TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_features)$")
+if TYPE_CHECKING:
+    from peft.peft_model import TunerLayerStatus, TunerModelStatus
+
+# Methods of wrapped models that run on inputs. Of the others, those that only read pass through (see `may_pass`).
+ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_(features|embeds)|get_logits|forward_intermediates)$")
+# Marks the merged model and the experts made of it, which may be used alone.
+GIVEN_AWAY = "_of_retex"
+TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_(\w+_)?(features|embeds))$")
 
 # Models whose recovery is switched off in the current context, once for each `with`. Not an attribute of the model: one
 # thread's `disable_adapter()` must not reach into another's call.
@@ -74,8 +87,10 @@ class RoutedModel(nn.Module):
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
         super().__init__()
         self._turn = Turn()
-        self._active_task: str | None = None
+        self._active: str | Mixture | None = None
         self._cache = ExpertCache(_parse_size(expert_cache))
+        # What was found out about kinds of calls, of execution and of identification.
+        self._proofs: dict[Any, Any] = {}
         self.execution = execution
         self._adopt(parts)
         self.eval()
@@ -83,8 +98,10 @@ class RoutedModel(nn.Module):
     def _adopt(self, parts: RetexParts) -> None:
         self.retex_config = parts.config
         self.model = parts.model
+        setattr(parts.model, GIVEN_AWAY, True)
         self.recovery = parts.recovery
         self.heads = TensorBank(parts.heads)
+        self.rows = TensorBank(parts.rows)
         self.pretrained = TensorBank({"base": parts.pretrained})
         self.signatures = parts.signatures
         self.recovery_errors = parts.errors
@@ -92,6 +109,7 @@ class RoutedModel(nn.Module):
         self.recipe = parts.recipe
         self.evaluation = parts.evaluation
         self._side_folder = parts.side_folder
+        self._tokenizers = parts.tokenizers
         self._unverified = parts.unverified
 
     def _frozen(self) -> RoutedModel:
@@ -111,8 +129,8 @@ class RoutedModel(nn.Module):
             changed._adopt(new)
             # Calls that are running go on with the cache they know, and leave nothing in this one.
             changed._cache = self._cache.emptied()
-            if changed._active_task not in changed.tasks:
-                changed._active_task = None
+            if not set(changed._active_names()) <= set(changed.tasks):
+                changed._active = None
             # In one step: neither a call that begins, nor Ctrl-C, nor a fork can come in between.
             self.__dict__.update({key: value for key, value in vars(changed).items() if before.get(key) is not value})
 
@@ -132,7 +150,12 @@ class RoutedModel(nn.Module):
             recipe=frozen.recipe,
             evaluation=frozen.evaluation,
             unverified=frozen._unverified,
+            rows=frozen._own_rows(),
+            tokenizers=frozen._tokenizers,
         )
+
+    def _own_rows(self) -> dict[str, dict[str, Tensor]]:
+        return {task: own for task, own in self.rows.as_dict(self.retex_config.vocabulary).items() if own}
 
     # ---- identification ----------------------------------------------------------------------------------------------
 
@@ -147,21 +170,22 @@ class RoutedModel(nn.Module):
         signatures, record = self.signatures, None
         routing, thresholds = self.retex_config.routing, None
         if self.retex_config.signatures == "weights":
-            scores = self._cache.get("features", self._scorer)(inputs)
+            scores = self._cache.get("features", lambda: self._scorer(inputs))(inputs)
             residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
         elif signatures is None:
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:
             layer = signatures.feature_layer
             extractor = self._cache.get("features", lambda: self._extractor([layer]))
-            features, outputs = extractor.record(inputs)
-            signatures = signatures.to(features[layer].device)
-            residuals = signatures.residuals(features[layer])
+            recorded = extractor.record(inputs)
+            features = recorded.features[layer]
+            signatures = signatures.to(features.device)
+            residuals = signatures.residuals(features)
             options = routing_options(routing)
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
-            if self._trunk_blocks():
-                record = TrunkRecord(outputs, len(residuals))
+            if self._trunk_blocks() and not recorded.proof.refused:
+                record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading)
         return decide(residuals, self.tasks, routing, self.retex_config.temperature, thresholds), record
 
     def _trunk_blocks(self) -> list[str]:
@@ -169,22 +193,34 @@ class RoutedModel(nn.Module):
         trunk, layer = self.retex_config.trunk, getattr(self.signatures, "feature_layer", None)
         if trunk is None or not trunk["replayed"] or layer is None:
             return []
-        blocks = self._cache.get("blocks", lambda: feature_blocks(self.model))
-        return blocks[: blocks.index(layer) + 1] if layer in blocks else [layer]
+        lists = self._cache.get("blocks", lambda: block_lists(self.model))
+        return next((blocks[: blocks.index(layer) + 1] for blocks in lists if layer in blocks), [layer])
 
     def _extractor(self, layers: list[str]) -> FeatureExtractor:
         pretrained = self.pretrained.as_dict(["base"])["base"]
-        model = copy_with(self.model, in_own_dtypes(self.model, pretrained)).eval()
-        return FeatureExtractor(model, layers, self.retex_config.feature_pooling, self._trunk_blocks())
+        tensors = beside_own(self.model, pretrained)
+        # Rows of unknown tasks may hold tokens that only some tasks have.
+        if self.retex_config.vocabulary:
+            heads = self.heads.as_dict(self.tasks)
+            rows = rows_beyond(self.model, library_of(self.model), heads, self._own_rows())
+            tensors |= with_all_rows({**self.model.state_dict(), **tensors}, rows)
+        model = copy_with(self.model, tensors).eval()
+        return FeatureExtractor(
+            model, layers, self.retex_config.feature_pooling, self._trunk_blocks(), known=self._proofs
+        )
 
-    def _scorer(self) -> WeightScorer:
-        last = resolve_feature_layers(self.model, self.retex_config)[-1]
-        return WeightScorer(self._extractor([last]), self.recovery)
+    def _scorer(self, sample: Mapping[str, Any]) -> WeightScorer:
+        if self.signatures is not None:
+            return WeightScorer(self._extractor([self.signatures.feature_layer]), self.recovery)
+        usable = trying(self._extractor, candidate_layers(self.model, self.retex_config), sample)
+        return WeightScorer(self._extractor(usable.layers[-1:]), self.recovery)
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
     @shows_wrapped
-    def forward(self, *args: Any, task: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, task: Any = None, adapter_names: list[str] | None = None, labels: Any = None, **kwargs: Any
+    ) -> Any:
         """The wrapped model's `forward`, every row on its own expert."""
         if labels is not None:  # an argument of its own, because `Trainer` looks for its name in the class
             kwargs["labels"] = labels
@@ -196,15 +232,17 @@ class RoutedModel(nn.Module):
                 raise RetexError(
                     "No parameter of this model can be trained: load it with from_pretrained(..., is_trainable=True)."
                 )
-        return self._frozen()._routed("forward", args, kwargs, task)
+        return self._frozen()._routed("forward", args, kwargs, task, adapter_names)
 
-    def predict(self, *args: Any, task: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
+    def predict(
+        self, *args: Any, task: Any = None, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]]:
         """For classifiers: the task, the label and its score, for every row; also whether the row is `far` from every
         task, where the routing says what becomes of such rows."""
         frozen = self._frozen()
-        output = frozen.forward(*args, task=task, **kwargs)
+        output = frozen.forward(*args, task=task, adapter_names=adapter_names, **kwargs)
         labels = frozen.retex_config.labels
-        logits = output.get("logits") if isinstance(output, ModelOutput) else None
+        logits = logits_of(output)
         if not labels or logits is None or logits.ndim != 2:
             raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
         if output.routing is None:
@@ -217,31 +255,42 @@ class RoutedModel(nn.Module):
         far = output.routing.abstained.tolist()
         return [{**answer, "far": abstained} for answer, abstained in zip(answers, far, strict=True)]
 
-    def _routed(self, method: str, args: tuple, kwargs: dict[str, Any], task: Any) -> Any:
+    def _routed(
+        self, method: str, args: tuple, kwargs: dict[str, Any], task: Any, names: list[str] | None = None
+    ) -> Any:
         kwargs = self._bind(method, args, kwargs)
         recovered = self._turn not in _disabled.get()
-        task = self._active_task if task is None and recovered else task
-        if task is None and not recovered:
+        if task is not None and names is not None:
+            raise TaskError("task= and adapter_names= say the same: give one of them.")
+        task = self._active if task is None and names is None and recovered else task
+        if task is None and names is None and not recovered:
+            self._require_merged_tokens(kwargs)
             return attach_routing(call_method(self.model, method, kwargs), None)
         runner = self._runner()
-        if task is None and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
+        unnamed = task is None and names is None
+        if unnamed and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.model):
             self._require_shared_text_tower(method)
             return attach_routing(call_method(self.model, method, kwargs), None)
         if method == "generate" and isinstance(task, str) and not any(isinstance(v, Tensor) for v in kwargs.values()):
             rows = 1  # transformers starts one row from the BOS token
         else:
-            rows = runner.count_rows(kwargs)
+            given = task if names is None else names
+            rows = runner.count_rows(kwargs, len(given) if isinstance(given, (list, tuple)) else None)
         if rows == 0:
             raise InputError("The batch has no rows.")
         record = None
-        if task is None:
+        if names is not None:
+            assignment = parse_adapter_names(names, self.tasks, rows)
+            self._require_heads(names)
+            routing = Routing(assignment.task_ids, list(names), assignment.weights)
+        elif task is None:
             routing, record = self._identify(kwargs)
             self._require_something_to_learn(routing, kwargs)
             assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
         else:
             assignment = parse_task(task, self.tasks, rows)
-            names = [self.tasks[index] for index in assignment.task_ids.tolist()]
-            routing = Routing(assignment.task_ids, names, assignment.weights)
+            given = [self.tasks[index] for index in assignment.task_ids.tolist()]
+            routing = Routing(assignment.task_ids, given, assignment.weights)
         if self.retex_config.labels:
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
         # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
@@ -259,6 +308,22 @@ class RoutedModel(nn.Module):
                 'name the task with task=, or set model.routing = "hard" for training.'
             )
 
+    def _require_merged_tokens(self, kwargs: Mapping[str, Any]) -> None:
+        tokens = tokens_of(kwargs) if self.retex_config.vocabulary else None
+        size = len(self.model.get_input_embeddings().weight) if tokens is not None else 0
+        if tokens is not None and int(tokens.max()) >= size:
+            raise InputError(
+                f"The batch holds the token {int(tokens.max())}, but the merged model has {size} tokens: name the task "
+                "that has it with task=."
+            )
+
+    def _require_heads(self, names: list[str]) -> None:
+        if BASE in names and any(self.heads.as_dict(self.tasks).values()):
+            raise TaskError(
+                f"{BASE!r} has no head of its own, because every task has one: within disable_adapter(), task= runs "
+                "the merged model under the head of a task."
+            )
+
     def _require_shared_text_tower(self, method: str) -> None:
         own = [name for name in self.recovery if library_of(self.model).is_text_parameter(name)]
         if own:
@@ -269,9 +334,17 @@ class RoutedModel(nn.Module):
 
     def _bind(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Positional arguments under their names."""
+        check_spelling(getattr(self.model, method), kwargs)
         if not args:
             return kwargs
-        names = list(inspect.signature(getattr(self.model, method)).parameters)
+        parameters = inspect.signature(getattr(self.model, method)).parameters
+        for name, parameter in list(parameters.items())[: len(args)]:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                raise InputError(
+                    f"{method} of {type(self.model).__name__} takes {name!r} without a name, which no row "
+                    "can be taken from: give its arguments names."
+                )
+        names = list(parameters)
         if len(args) > len(names):
             raise InputError(f"{method} takes at most {len(names)} positional arguments, not {len(args)}.")
         for name in names[: len(args)]:
@@ -290,6 +363,9 @@ class RoutedModel(nn.Module):
             cache=self._cache if cache is None else cache,
             execution=self.execution,
             trunk=self._trunk_blocks(),
+            rows=self._own_rows(),
+            vocabulary=self.retex_config.vocabulary,
+            proofs=self._proofs,
         )
 
     # ---- settings ----------------------------------------------------------------------------------------------------
@@ -304,6 +380,16 @@ class RoutedModel(nn.Module):
         """Where tokenizer and processor files lie that are saved with the model: the folder it was loaded from, or
         that of its base."""
         return self._side_folder
+
+    def tokenizer_folder(self, task: str | None = None) -> Path | None:
+        """Where the tokenizer lies that makes tokens of a task's texts: the task's own, where it makes other tokens
+        than the merged model's, else that of the merged model.
+
+        >>> AutoTokenizer.from_pretrained(model.tokenizer_folder("chat"))  # doctest: +SKIP
+        """
+        if task is not None:
+            task_index(task, self.tasks)
+        return self._tokenizers.get(task, self._side_folder)
 
     @property
     def execution(self) -> str:
@@ -338,17 +424,45 @@ class RoutedModel(nn.Module):
         """
         return self._cache
 
-    @property
-    def active_adapter(self) -> str | None:
-        """The task that calls without `task=` use, or None while they are routed."""
-        return self._active_task
+    def _active_names(self) -> tuple[str, ...]:
+        active = self._active
+        return () if active is None else active.names if isinstance(active, Mixture) else (active,)
 
-    def set_adapter(self, task: str | None) -> None:
-        """Pin one task for all calls that do not name one; None goes back to routing."""
+    @property
+    def active_adapter(self) -> str | list[str] | None:
+        """The task that calls without `task=` use (several, if it is a mixture), or None while they are routed."""
+        names = self._active_names()
+        return list(names) if len(names) > 1 else next(iter(names), None)
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """The tasks that calls without `task=` may use: those that are pinned, else all; none within
+        `disable_adapter()`."""
+        return list(self._active_names() or self.tasks) if self.has_active_enabled_adapter else []
+
+    @property
+    def has_active_enabled_adapter(self) -> bool:
+        """Whether calls run on recovered experts; not so within `disable_adapter()`."""
+        return self._turn not in _disabled.get()
+
+    def set_adapter(self, task: str | list[str] | None, *, inference_mode: bool | None = None) -> None:
+        """Pin a task for all calls that do not name one; None goes back to routing.
+
+        Several tasks are mixed in equal parts, under the head of the first. (PEFT adds adapters up; here the
+        differences of n tasks from the merged model are averaged.)
+
+        Args:
+            task: Which.
+            inference_mode: As in PEFT, whether it is frozen. All tasks share what is trained, and this method changes
+                nothing in that: another value than the model was loaded with is refused.
+        """
+        if inference_mode is not None and inference_mode == self.recovery.task_embedding.requires_grad:
+            raise ConfigError(
+                f"inference_mode={inference_mode} is not for a single task, because tasks share what is trained: load "
+                f"with RetexModel.from_pretrained(..., is_trainable={not inference_mode})."
+            )
         with self._turn.lock:  # which delete_task has while it looks whether its task is pinned
-            if task is not None:
-                task_index(task, self.tasks)
-            self._active_task = task
+            self._active = as_active(task, self.tasks)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -366,9 +480,22 @@ class RoutedModel(nn.Module):
                 entered.remove(self._turn)
             _disabled.set(tuple(entered))
 
+    def get_model_status(self) -> TunerModelStatus:
+        """What PEFT says of a model with adapters, of this one and its tasks."""
+        return model_status(self._frozen())
+
+    def get_layer_status(self) -> list[TunerLayerStatus]:
+        """What PEFT says of each layer with adapters, of each parameter that is recovered."""
+        return layer_status(self._frozen())
+
     def get_base_model(self) -> nn.Module:
         """The wrapped (merged) model. Hooks registered on it act on the experts that are recovered afterwards."""
         return self.model
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], **options: Any) -> None:
+        """Have the merged model, and the experts that are recovered from now on, attend in another way."""
+        self.model.set_attn_implementation(attn_implementation, **options)
+        self._cache = self._cache.emptied()
 
     @property
     def generation_config(self) -> Any:
@@ -391,8 +518,11 @@ class RoutedModel(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied or pickled: the model of one moment, even while tasks come or go."""
-        return self._frozen().__dict__
+        """What is copied or pickled: the model of one moment, even while tasks come or go. What `compile()` made is
+        bound to this very model: a copy would go on calling it."""
+        state = self._frozen().__dict__
+        state.pop("_compiled_call_impl", None)
+        return state
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
         """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""
@@ -405,7 +535,11 @@ class RoutedModel(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         self._cache.clear()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        device = self.recovery.task_embedding.device
+        if self.signatures is not None and device != META:
+            self.signatures = self.signatures.to(device)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -413,13 +547,22 @@ class RoutedModel(nn.Module):
         except AttributeError:
             if name == "model":  # not set yet: looking further would recurse
                 raise
+        if name in REFUSED:
+            raise AttributeError(REFUSED[name])
         value = getattr(self.model, name)
         if ENTRY_POINT.match(name) and callable(value):
             return partial(self._entry_point, name)
-        return value
+        if isinstance(value, nn.Module):
+            raise AttributeError(
+                f"{name!r} is a part of the merged model, and knows nothing of tasks: model.get_base_model().{name}, "
+                f"or that of an expert, model.merge_and_unload(task).{name}."
+            )
+        return value if may_pass(name, value) else partial(refuse, name, type(self.model).__name__)
 
-    def _entry_point(self, method: str, *args: Any, task: Any = None, **kwargs: Any) -> Any:
-        return self._frozen()._routed(method, args, kwargs, task)
+    def _entry_point(
+        self, method: str, *args: Any, task: Any = None, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        return self._frozen()._routed(method, args, kwargs, task, adapter_names)
 
 
 def _parse_size(size: str | int) -> int:

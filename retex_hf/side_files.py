@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
@@ -29,8 +30,13 @@ SIDE_FILES = (
 ENDING = re.compile(r"\.(json|txt|tsv|model|spm|vocab|bpe|codes|tokenizer|tiktoken|jinja)(\.v[0-9]+)?$")
 # Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
 SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
+# The folders of tokenizers that tasks have of their own; see `task_tokenizer`.
+TASK_TOKENIZERS = f"task_{'[0-9a-f]' * 16}_tokenizer"
 # What says which token is which number; where both have the first, the others repeat it.
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+TOKENIZER = "tokenizer.json"
+VOCABULARIES = (TOKENIZER, "vocab.txt", "vocab.json", "*.model")
+# What else in a `tokenizer.json` decides which tokens a text becomes.
+STEPS = ("normalizer", "pre_tokenizer", "post_processor")
 
 
 def side_files(folder: Path) -> Iterator[Path]:
@@ -51,10 +57,13 @@ def is_side_file(name: str) -> bool:
     return any(fnmatchcase(file, pattern) for of in patterns for pattern in of)
 
 
-def copy_side_files(source: Path, folder: Path, records: Mapping[str, FileRecord] | None = None) -> None:
+def copy_side_files(
+    source: Path, folder: Path, records: Mapping[str, FileRecord] | None = None, tokenizers_of: Iterable[str] = ()
+) -> None:
     """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code.
 
-    With `records`, only the files that are recorded are copied, and must be as recorded.
+    With `records`, only the files that are recorded are copied, and must be as recorded. Of the tokenizers that tasks
+    have of their own, those of the tasks `tokenizers_of` are copied.
     """
     if not source.is_dir():
         logger.warning(
@@ -64,6 +73,12 @@ def copy_side_files(source: Path, folder: Path, records: Mapping[str, FileRecord
     files = {file.relative_to(source).as_posix(): file for file in side_files(source)}
     if records is not None:
         files = {name: file for name, file in files.items() if name in records}
+    wanted = {task_tokenizer(task) for task in tokenizers_of}
+    files = {
+        name: file
+        for name, file in files.items()
+        if name.partition("/")[0] in wanted or not is_task_tokenizer(name.partition("/")[0])
+    }
     check_links(files.values(), source, CheckpointError)
     for name, file in files.items():
         target = folder / name
@@ -81,10 +96,15 @@ def find_side_folder(sources: Iterable[Source]) -> Path | None:
     return next((folder for folder in folders if any(side_files(folder))), next(iter(folders), None))
 
 
-def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source]) -> None:
-    """Say which experts were trained with a tokenizer that is not the base's, the one that is saved with the merge."""
+def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source], kept: Iterable[str] = ()) -> None:
+    """Say which experts were trained with a tokenizer that is not the base's, the one that is saved with the merge.
+
+    Those of the tasks `kept` are saved too.
+    """
     own = _folder_of(base)
     for task, source in experts.items() if own is not None else ():
+        if task in kept:
+            continue
         folder = _folder_of(source)
         difference = None if folder is None else tokenizer_difference(own, folder)
         if difference is not None:
@@ -100,15 +120,83 @@ def tokenizer_difference(folder: Path, other: Path) -> str | None:
     for pattern in VOCABULARIES:
         pairs = [(file, other / file.name) for file in sorted(folder.glob(pattern)) if (other / file.name).is_file()]
         for ours, theirs in pairs:
-            if ours.stat().st_size == theirs.stat().st_size and ours.read_bytes() == theirs.read_bytes():
+            if _same_bytes(ours, theirs):
                 return None
-            if ours.name != "tokenizer.json":
+            if ours.name != TOKENIZER:
                 return f"{ours.name} differs"
             try:
                 return _difference(_token_ids(ours), _token_ids(theirs))
             except CheckpointError as error:  # of what is only said, no build may fail
                 return f"their tokens cannot be compared ({first_line(error).rstrip('.')})"
     return None
+
+
+def moved_tokens(folder: Path, other: Path, *, new: bool = False) -> list[str] | None:
+    """Tokens of another folder's tokenizer that have another number than here; with `new`, also those not here at all.
+
+    None where one of them does not list its tokens in a `tokenizer.json`.
+    """
+    files = [path / TOKENIZER for path in (folder, other)]
+    if not all(file.is_file() for file in files):
+        return None
+    if _same_bytes(*files):
+        return []
+    ours, theirs = map(_token_ids, files)
+    return [token for token, number in theirs.items() if ours.get(token, None if new else number) != number]
+
+
+def is_other_tokenizer(folder: Path, other: Path) -> bool:
+    """Whether the tokenizer in another folder makes other tokens of a text, by its vocabulary or its steps.
+
+    A `tokenizer.json` that cannot be read counts as the same: `warn_of_other_tokenizers` says so. Tokenizers without a
+    file in common count as different.
+    """
+    files = [path / TOKENIZER for path in (folder, other)]
+    if not all(file.is_file() for file in files):
+        named = [file.name for pattern in VOCABULARIES for file in folder.glob(pattern)]
+        shared = [name for name in named if (other / name).is_file()]
+        return not shared or not all(_same_bytes(folder / name, other / name) for name in shared)
+    if _same_bytes(*files):
+        return False
+    try:
+        if _token_ids(files[0]) != _token_ids(files[1]):
+            return True
+    except CheckpointError:
+        return False
+    ours, theirs = (read_json(file, CheckpointError) for file in files)
+    return any(ours.get(step) != theirs.get(step) for step in STEPS)
+
+
+def tokenizer_folder(source: Source) -> Path | None:
+    """Where the tokenizer of a checkpoint lies, if it has one."""
+    folder = _folder_of(source)
+    return folder if folder is not None and any(folder.glob("tokenizer*.json")) else None
+
+
+def task_tokenizer(task: str) -> str:
+    """The folder of an artifact in which a task's own tokenizer lies; names of tasks need not be names of folders."""
+    return f"task_{hashlib.blake2b(task.encode(), digest_size=8).hexdigest()}_tokenizer"
+
+
+def is_task_tokenizer(name: str) -> bool:
+    """Whether a folder of an artifact has the tokenizer of a task."""
+    return fnmatchcase(name, TASK_TOKENIZERS)
+
+
+def copy_task_tokenizers(tokenizers: Mapping[str, Path], folder: Path) -> None:
+    """Copy the tokenizers that tasks have of their own into an artifact, those that are not there yet."""
+    for task, source in tokenizers.items():
+        target = folder / task_tokenizer(task)
+        if not target.exists():
+            target.mkdir()
+            files = _matching(source, SIDE_FILES) if source.is_dir() else []
+            if not files:
+                raise CheckpointError(
+                    f"{source} has no tokenizer any more: expected that of task {task!r}, to save with the model."
+                )
+            check_links(files, source, CheckpointError)
+            for file in files:
+                shutil.copyfile(file, target / file.name)
 
 
 def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
@@ -118,6 +206,10 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
     kinds = {"it has {} token(s) more ({})": new, "it lacks {} ({})": gone, "{} have another number ({})": moved}
     said = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
     return ", ".join(said) or None
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
 
 
 def _token_ids(path: Path) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .devices import as_model_takes
 from .errors import ConfigError, InputError, TaskError
 from .evaluation.tasks import load_inputs
 from .model import RetexModel
@@ -45,9 +46,10 @@ class References:
     def batches(
         self, model: RetexModel, inputs: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, list[dict[str, Tensor]]]:
-        """Reference batches of every task, as many inputs as the model's configuration asks for."""
+        """Reference batches of every task where the model is, as many inputs as its configuration asks for."""
         preprocessor = self.preprocessor(model.side_folder, model.model)
-        return self.draw(self.load() if inputs is None else inputs, model.retex_config.num_reference, preprocessor)
+        found = self.draw(self.load() if inputs is None else inputs, model.retex_config.num_reference, preprocessor)
+        return {task: [as_model_takes(batch, model.model) for batch in batches] for task, batches in found.items()}
 
     def preprocessor(self, side_folder: Path | None, model: nn.Module) -> Preprocessor:
         """What makes batches of inputs for a model whose tokenizer or processor lies in a folder."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from .checkpoints import take_inventory
 from .parts import RetexParts
 
-BODY, RECOVERY, HEADS, SIGNATURES, PRETRAINED = "merged model", "recovery", "heads", "signatures", "base, for features"
+BODY, RECOVERY, HEADS, ROWS = "merged model", "recovery", "heads", "own tokens"
+SIGNATURES, PRETRAINED = "signatures", "base, for features"
 
 
 def sizes_of(parts: RetexParts) -> dict[str, int]:
@@ -22,6 +23,7 @@ def sizes_of(parts: RetexParts) -> dict[str, int]:
         BODY: bytes_of(body),
         RECOVERY: bytes_of(parts.recovery.parameters()),
         HEADS: bytes_of(tensor for head in parts.heads.values() for tensor in head.values()),
+        ROWS: bytes_of(tensor for rows in parts.rows.values() for tensor in rows.values()),
         SIGNATURES: bytes_of(value for value in signatures if isinstance(value, Tensor)),
         PRETRAINED: bytes_of(parts.pretrained.values()),
     }
@@ -29,13 +31,13 @@ def sizes_of(parts: RetexParts) -> dict[str, int]:
 
 
 def bytes_of_experts(sizes: Mapping[str, int], tasks: int) -> int:
-    """Bytes of all experts: the body as often as there are tasks, and every head.
+    """Bytes of all experts: the body as often as there are tasks, every head, and rows of a task's own tokens.
 
     >>> from retex_hf.sizes import BODY, HEADS, bytes_of_experts
     >>> bytes_of_experts({BODY: 100, HEADS: 7}, tasks=3)
     307
     """
-    return tasks * sizes[BODY] + sizes.get(HEADS, 0)
+    return tasks * sizes[BODY] + sizes.get(HEADS, 0) + sizes.get(ROWS, 0)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from .checkpoints.sources import SAFETENSORS_DTYPES, TensorInfo
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-PARTS = ("model", "recovery", "heads", "pretrained")
+PARTS = ("model", "recovery", "heads", "rows", "pretrained")
 ALIGNMENT = 64
 # Syncing costs time, and losing a few seconds of work costs little.
 SYNC_SECONDS = 10.0

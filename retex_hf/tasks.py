@@ -25,6 +25,7 @@ from .checkpoints import (
     TensorInfo,
     align_source,
     check_experts,
+    check_integers,
     check_range,
     check_related,
     open_source,
@@ -32,10 +33,12 @@ from .checkpoints import (
     take_inventory,
 )
 from .config import matches
+from .devices import device_of, enough_memory, exact_device, parse_device
 from .errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
-from .execution import ExpertCache, ExpertRunner, copy_with, in_own_dtypes, task_index, trunk_cost
+from .execution import ExpertCache, ExpertRunner, beside_own, copy_with, task_index, trunk_cost
 from .execution.choice import find_fixed
-from .libraries import as_inputs, library_of
+from .execution.vocabulary_rows import rows_beyond, with_all_rows
+from .libraries import as_inputs, kind_of_model, library_of, sentence_modules
 from .parts import RetexParts
 from .recipe import signed_task_in_memory
 from .recovery import Layout, plan_layout
@@ -47,12 +50,15 @@ from .routing import (
     WeightScorer,
     WeightSignatures,
     as_batches,
+    candidate_layers,
     noted,
     reference_features,
-    resolve_feature_layers,
     trunk_parameters,
+    trying,
 )
+from .side_files import tokenizer_folder
 from .sizes import sizes_of
+from .vocabulary import align_vocabulary, aligned_view, describe_vocabulary
 
 MERGED = "the merged model"
 
@@ -100,22 +106,33 @@ def add_task(
     check_base: bool = True,
     token: str | None = None,
     cache_dir: str | None = None,
+    device: str | torch.device | None = None,
     progress: bool = True,
 ) -> tuple[RetexParts, AddedTask]:
     """The parts of a model with one more task. See `RetexModel.add_task`."""
     config = parts.config
     _check_request(parts, name, expert, references, tolerance)
+    device = exact_device(device_of(parts.model) if device is None else parse_device(device))
     inventory = take_inventory(parts.model)
     source = open_source(expert, f"expert {name!r}", adapters=True, token=token, cache_dir=cache_dir)
-    experts = _open_expert(parts, name, source, _open_base(parts, source, base, token, cache_dir), inventory)
+    below = _open_base(parts, source, base, token, cache_dir)
+    experts = _open_expert(parts, name, source, below, inventory, device)
     if check_base:
         check_related(experts, inventory.shapes)
     checkpoint = experts.experts[name]
+    rows, vocabulary = _joined_rows(parts, name, source, experts, inventory)
+    like = parts.model.state_dict()
+    head = {
+        n: read_finite(checkpoint, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads
+    }
+    heads = {**parts.heads, name: head}
     seen: list[dict[str, Any]] = []
     batches = None if references is None else noted(_as_inputs(parts, references), seen)
     signature = None
     if isinstance(parts.signatures, Signatures):
-        signature = _fit_signature(parts, name, batches)
+        signature = _fit_signature(
+            replace(parts, config=replace(config, vocabulary=vocabulary), rows=rows, heads=heads), name, batches
+        )
     trunk = set() if config.trunk is None else set(_trunk_names(parts, seen[0]))
 
     left_out = {n for n in experts.names if n in trunk or matches(n, config.exclude)}
@@ -125,20 +142,20 @@ def add_task(
         merged = experts.read_base(parameter)
         return _wide(read_finite(checkpoint, parameter, merged.dtype)), _wide(merged)
 
-    recovery, growth = add_to_recovery(
-        parts.recovery,
-        read,
-        _tolerances(parts, joining, tolerance),
-        joining,
-        dtype=config.recovery_dtype,
-        affine=config.recovery == "affine",
-        progress=progress,
-    )
-    like = parts.model.state_dict()
-    head = {
-        n: read_finite(checkpoint, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads
-    }
+    with enough_memory(f"add task {name!r}"):
+        recovery, growth = add_to_recovery(
+            parts.recovery,
+            read,
+            _tolerances(parts, joining, tolerance),
+            joining,
+            dtype=config.recovery_dtype,
+            affine=config.recovery == "affine",
+            progress=progress,
+        )
     labels = read_labels(parts.model, library_of(parts.model), {name: source}, experts)
+    tokenizers = dict(parts.tokenizers)
+    if vocabulary and vocabulary[name]["tokenizer"]:
+        tokenizers[name] = tokenizer_folder(source)
     grown = replace(
         parts,
         config=replace(
@@ -146,18 +163,21 @@ def add_task(
             tasks=[*config.tasks, name],
             experts={**config.experts, name: source.provenance},
             labels={**config.labels, **labels},
+            vocabulary=vocabulary,
             task_embedding_dim=None if config.task_embedding_dim is None else recovery.task_embedding.shape[1],
         ),
         recovery=recovery,
-        heads={**parts.heads, name: head},
+        heads=heads,
+        rows=rows,
+        tokenizers=tokenizers,
         errors=_joint_errors(parts.errors, growth),
         recipe=_add_to_recipe(parts, name, expert, source, base, tolerance, check_base),
         evaluation=None,
     )
     if signature is not None:
-        grown.signatures = parts.signatures.joined_by(signature)
+        grown.signatures = parts.signatures.joined_by(signature.to(parts.signatures.mean.device))
     elif isinstance(parts.signatures, WeightSignatures):
-        grown.signatures = WeightSignatures.fit(_scorer(grown), batches)
+        grown.signatures = WeightSignatures.fit(partial(_scorer, grown), batches)
     if config.trunk is not None:
         cost = _trunk_cost(grown, name, {n: _read(checkpoint, n) for n in trunk if n in checkpoint}, seen)
         grown.config.trunk = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
@@ -197,12 +217,15 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
             tasks=tasks,
             experts=_without(config.experts, name),
             labels=labels,
+            vocabulary=_without(config.vocabulary, name),
             trunk=trunk,
             task_embedding_dim=None if config.task_embedding_dim is None and dimension == len(tasks) else dimension,
         ),
         model=model,
         recovery=recovery,
         heads=heads,
+        rows=_without(parts.rows, name),
+        tokenizers=_without(parts.tokenizers, name),
         errors={n: error for n, error in parts.errors.items() if n in recovery},
         signatures=None if parts.signatures is None else parts.signatures.without(index),
         recipe=_changed(parts.recipe, {"remove": name}),
@@ -257,31 +280,47 @@ def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, 
     return open_source(base, "the base", token=token, cache_dir=cache_dir)
 
 
-def _open_expert(parts: RetexParts, name: str, source: Source, base: Source | None, inventory: Inventory) -> ExpertSet:
+def _open_expert(
+    parts: RetexParts, name: str, source: Source, base: Source | None, inventory: Inventory, device: torch.device
+) -> ExpertSet:
     """The new expert beside the merged model, checked as a build checks experts and their base."""
     model, library = parts.model, library_of(parts.model)
     kind = architecture_of(source, base or source)
     # An OpenCLIP folder says which library it is of, not which class.
-    if kind not in (None, type(model).__name__, library.NAME):
+    if kind not in (None, kind_of_model(model), library.NAME):
         raise CheckpointError(
-            f"{source.label} is a {kind}, but the other experts are a {type(model).__name__}: experts must share one "
+            f"{source.label} is a {kind}, but the other experts are a {kind_of_model(model)}: experts must share one "
             "architecture."
         )
+    sentence_modules.check_modules(model, source)
     below = {} if base is None else library.align(model, base)[0]
     entries, unexpected = align_source(library, model, source, below)
     tensors = model.state_dict()
     merged = {
-        n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n].cpu())
-        for n in inventory.shapes
+        n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n])
+        for n in (*inventory.shapes, *inventory.integers)
     }
+    check_integers(inventory.integers, {MERGED: merged, source.label: entries})
     heads = list(parts.heads[parts.config.tasks[0]])
-    experts = check_experts(
-        inventory,
-        Checkpoint(MERGED, merged),
-        {name: Checkpoint.from_entries(source.label, entries, inventory)},
-        {name: unexpected},
-        set(heads),
+    whole = Checkpoint.from_entries(source.label, entries, inventory, device)
+    shared = Checkpoint(MERGED, merged, device=device)
+    found = align_vocabulary(
+        model, library, inventory, (parts.side_folder, shared), {name: (tokenizer_folder(source), whole)}, heads
     )
+    if found is not None and found.names and parts.config.trunk is not None:
+        raise CheckpointError(f"{source.label} has another vocabulary than the trunk that all tasks share.")
+    if found is not None and any(n not in heads and whole.shape(n) == shared.shape(n) for n in found.whole):
+        raise CheckpointError(
+            f"{source.label} has tokens in other rows than {MERGED}: to be kept whole for every task, its tensors "
+            f"({', '.join(found.whole)}) take a build from all experts."
+        )
+    expert = whole if found is None else aligned_view(whole, shared, found)
+    experts = check_experts(inventory, shared, {name: expert}, {name: unexpected}, set(heads))
+    if found is not None:
+        experts = replace(experts, sizes=found.sizes)
+    if parts.rows or (found is not None and found.names):
+        names = list(next(iter(parts.rows.values()))) if parts.rows else found.names
+        experts = replace(experts, vocabulary=names, own={name: whole})
     checkpoint = experts.experts[name]
     for n in experts.heads:
         shape, expected = checkpoint.shape(n), inventory.shapes[n]
@@ -295,7 +334,32 @@ def _open_expert(parts: RetexParts, name: str, source: Source, base: Source | No
                 f"{source.label}: tensor {n!r} has shape {shape}, but that of the other experts is {expected}: another "
                 "architecture."
             )
+    library.check_configuration(model, source)
     return experts
+
+
+def _joined_rows(
+    parts: RetexParts, name: str, source: Source, experts: ExpertSet, inventory: Inventory
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
+    """The rows and vocabularies of all tasks, with those of a new one; both empty where all have the model's own."""
+    if not experts.sizes:
+        return {}, {}
+    like, library = parts.model.state_dict(), library_of(parts.model)
+    rows, vocabulary = dict(parts.rows), dict(parts.config.vocabulary)
+    table = library.vocabulary_names(parts.model, inventory)[0]
+    for task in parts.config.tasks if not vocabulary else ():
+        size = len(parts.heads[task].get(table, like[table]))
+        vocabulary[task] = {"size": size, "token_ids": {}, "tokenizer": False}
+    vocabulary[name] = describe_vocabulary(library, parts.model, source, parts.side_folder, experts.sizes[name])
+    if experts.vocabulary:
+        for task in parts.config.tasks if not rows else ():
+            rows[task] = {n: like[n].new_empty((0, *like[n].shape[1:])) for n in experts.vocabulary}
+        rows[name] = {
+            n: experts.read_rows(name, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True)
+            for n in experts.vocabulary
+        }
+    sizes, own = ({found[key] for found in vocabulary.values()} for key in ("size", "tokenizer"))
+    return (rows, vocabulary) if rows or len(sizes) > 1 or any(own) else ({}, {})
 
 
 def _joining(
@@ -353,20 +417,24 @@ def _as_inputs(parts: RetexParts, references: Iterable[Any]) -> Iterator[dict[st
     return map(partial(as_inputs, parts.model), as_batches(references))
 
 
-def _extractor(parts: RetexParts, layer: str) -> FeatureExtractor:
-    model = copy_with(parts.model, in_own_dtypes(parts.model, parts.pretrained)).eval()
-    return FeatureExtractor(model, [layer], parts.config.feature_pooling)
+def _extractor(parts: RetexParts, layers: list[str]) -> FeatureExtractor:
+    tensors = beside_own(parts.model, parts.pretrained)
+    if parts.config.vocabulary:
+        rows = rows_beyond(parts.model, library_of(parts.model), parts.heads, parts.rows)
+        tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
+    model = copy_with(parts.model, tensors).eval()
+    return FeatureExtractor(model, layers, parts.config.feature_pooling)
 
 
-def _scorer(parts: RetexParts) -> WeightScorer:
-    layer = resolve_feature_layers(parts.model, parts.config)[-1]
-    return WeightScorer(_extractor(parts, layer), parts.recovery)
+def _scorer(parts: RetexParts, sample: Mapping[str, Any]) -> WeightScorer:
+    usable = trying(partial(_extractor, parts), candidate_layers(parts.model, parts.config), sample)
+    return WeightScorer(_extractor(parts, usable.layers[-1:]), parts.recovery)
 
 
 def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
     """The signature of the new task, at the layer where the others have theirs."""
     config, layer = parts.config, parts.signatures.feature_layer
-    features = reference_features(_extractor(parts, layer), name, batches, config.num_reference)
+    features = reference_features(_extractor(parts, [layer]), name, batches, config.num_reference)
     return Signatures.fit([features[layer]], config.signature_rank, layer)
 
 
@@ -377,7 +445,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
-    return trunk_parameters(_extractor(parts, parts.signatures.feature_layer), sample, parts.model)
+    return trunk_parameters(_extractor(parts, [parts.signatures.feature_layer]), sample, parts.model)
 
 
 def _trunk_cost(
@@ -397,7 +465,7 @@ def _trunk_cost(
         cache=ExpertCache(0),
     )
     full = replace(shared, heads={**parts.heads, name: {**parts.heads[name], **own}})
-    return trunk_cost(full, shared, {name: batches}, _extractor(parts, parts.signatures.feature_layer))
+    return trunk_cost(full, shared, {name: batches}, _extractor(parts, [parts.signatures.feature_layer]))
 
 
 def _add_to_recipe(

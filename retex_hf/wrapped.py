@@ -7,16 +7,35 @@ import logging
 from collections.abc import Callable
 from functools import cache, update_wrapper
 from inspect import Parameter, Signature
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .errors import RetexError
+
 logger = logging.getLogger(__name__)
+
+# Methods of wrapped models that read, and neither run nor change the model; or that set up what experts inherit.
+READERS = frozenset(
+    {"add_model_tags", "can_generate", "compute_transition_scores", "create_extended_attention_mask_for_decoder",
+     "disable_input_require_grads",
+     "enable_input_require_grads", "estimate_tokens", "floating_point_ops", "get_experts_implementation",
+     "get_extended_attention_mask", "get_input_embeddings", "get_memory_footprint", "get_output_embeddings",
+     "get_parameter_or_buffer", "get_position_embeddings", "gradient_checkpointing_disable",
+     "gradient_checkpointing_enable", "invert_attention_mask", "is_backend_compatible", "named_non_persistent_buffers",
+     "no_weight_decay", "num_parameters", "prepare_decoder_input_ids_from_labels", "retrieve_modules_from_names",
+     "warn_if_padding_and_no_attention_mask"}
+)  # fmt: skip
 
 NOT_COMPILED = (
     "A RetexModel runs each row on the expert of its task, which torch.compile cannot follow, and runs uncompiled: "
     "compile one expert, torch.compile(model.merge_and_unload(task))."
+)
+NOT_EXPORTED = (
+    "A RetexModel chooses experts by what it is given, which torch.export cannot record: export one expert, "
+    "torch.export.export(model.merge_and_unload(task), ...)."
 )
 
 
@@ -42,17 +61,37 @@ class _Bound:
         self.__func__, self.__self__ = function, instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise RetexError(NOT_EXPORTED)
         if torch.compiler.is_compiling():
             return _uncompiled(self.__func__, self.__self__, *args, **kwargs)
         return self.__func__(self.__self__, *args, **kwargs)
 
     @property
+    def __code__(self) -> CodeType:  # which torch.export looks at before it calls
+        return self.__func__.__code__
+
+    @property
     def __signature__(self) -> Signature:
         signature = inspect.signature(getattr(self.__self__.get_base_model(), self.__func__.__name__))
-        task = Parameter("task", Parameter.KEYWORD_ONLY, default=None)
+        own = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in ("task", "adapter_names")]
         parameters = list(signature.parameters.values())
         end = len(parameters) - any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-        return signature.replace(parameters=[*parameters[:end], task, *parameters[end:]])
+        return signature.replace(parameters=[*parameters[:end], *own, *parameters[end:]])
+
+
+def may_pass(name: str, value: Any) -> bool:
+    """Whether an attribute of the wrapped model is also one of the wrapper: what neither runs nor changes a model."""
+    runs = callable(value) and not isinstance(value, type)
+    return not runs or name in READERS or name.startswith("_")
+
+
+def refuse(name: str, wrapped: str, *args: Any, **kwargs: Any) -> None:
+    """Stand in for a method of the wrapped model that would run or change the merged model alone."""
+    raise RetexError(
+        f"{name!r} of {wrapped} knows nothing of tasks: call it on an expert, model.merge_and_unload(task), or on the "
+        "merged model, model.get_base_model()."
+    )
 
 
 def without_shared_memory(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -310,6 +310,19 @@ def test_a_description_is_written_again_without_the_weights(model, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["retex"]
 
 
+def test_a_description_leaves_the_files_of_the_merged_model(model, tmp_path):
+    """Loaded in another dtype, the configuration would no longer be that of the weights beside it."""
+    folder = tmp_path / "retex"
+    model.save_pretrained(folder)
+    kept = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    expected = RetexModel.from_pretrained(folder).recover(TASKS[1])
+    loaded = RetexModel.from_pretrained(folder, dtype="float16")
+    loaded.fit_signatures({task: [tokens(12)] for task in TASKS}, progress=False)
+    loaded.save_description(folder)
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
+    assert_same(RetexModel.from_pretrained(folder).recover(TASKS[1]), expected, exact=True)
+
+
 def test_a_description_of_another_model_is_refused(model, tmp_path):
     folder = tmp_path / "retex"
     model.save_pretrained(folder)

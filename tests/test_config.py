@@ -40,6 +40,10 @@ ALLOWED = {
     "base_model": [None, {"id": "org/base", "revision": "0" * 40}],
     "experts": [{}, {"a": {"id": "org/a"}}],
     "labels": [{}, {"a": {"id2label": {"0": "no"}}}],
+    "vocabulary": [
+        {},
+        {"a": {"size": 9, "token_ids": {"pad_token_id": 8, "eos_token_id": [1, 2]}, "tokenizer": True}},
+    ],
 }
 REFUSED = {
     "rank": [0, -1, 1.0, True, "all", None, [4]],
@@ -68,6 +72,15 @@ REFUSED = {
     "base_model": ["org/base", []],
     "experts": [["a"], {"a": "org/a"}, {1: {}}, None],
     "labels": [["a"], {"a": ["no", "yes"]}, {1: {}}, None],
+    "vocabulary": [
+        None,
+        {"a": 9},
+        {"a": {"size": 9}},
+        {"a": {"size": 0, "token_ids": {}, "tokenizer": False}},
+        {"a": {"size": 9, "token_ids": {"pad_token_id": 9}, "tokenizer": False}},
+        {"a": {"size": 9, "token_ids": {"__class__": 1}, "tokenizer": False}},
+        {"a": {"size": 9, "token_ids": {}, "tokenizer": "/etc"}},
+    ],
 }
 
 
@@ -185,6 +198,7 @@ def test_patterns_name_modules_or_globs(pattern, matched):
         ({"rank": 8, "inner_rank": 9}, r"inner_rank must not exceed rank \(8\), not 9"),
         ({"rank_budget": 0.1, "inner_rank": 4}, "excludes inner_rank"),
         ({"rank_budget": 0.1, "share_layers": True}, "excludes share_layers"),
+        ({"rank": "full", "share_layers": True}, "which layers that share one offset .* cannot have"),
         ({"recovery": "affine", "soft_training": "dirichlet"}, "exclude each other"),
     ],
 )

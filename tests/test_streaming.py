@@ -122,6 +122,7 @@ CONFIGS = {
     "soft": {"rank": 3, "soft_training": {"method": "dirichlet", "alpha": 0.5}, "merge": "task_arithmetic"},
     "budget": {"rank_budget": 0.3},
     "ties": {"rank": 3, "merge": {"method": "ties", "density": 0.3}},
+    "della": {"rank": 3, "merge": {"method": "della", "seed": 5, "weights": {"red": 1, "green": 0.5, "blue": 2}}},
     "pretrained": {"rank": 3, "feature_source": "pretrained"},
     "exclude": {"rank": 3, "exclude": ["*embeddings*"]},
     "bfloat16": {"rank": 3, "recovery_dtype": "bfloat16"},
@@ -350,6 +351,7 @@ def recorded(monkeypatch) -> list[str]:
     ("name", "stage", "count"),
     [
         ("ties", "Merging", 5),
+        ("della", "Merging", 5),
         ("affine", "Solving", 7),
         ("budget", "Reading spectra", 6),
         ("narrow", "Solving, pass 2", 4),

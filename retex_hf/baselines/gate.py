@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 
 from ..evaluation.method import Material
 from ..expert_weights import ExpertWeights
-from ..routing import FeatureExtractor
-from ..routing.features import feature_blocks
+from ..routing import FeatureExtractor, feature_blocks
 
 FEATURE_BATCH = 64
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checkpoints import take_inventory
 from ..config import RetexConfig
 from ..evaluation.method import Material
-from ..routing import FeatureExtractor, decide, fit_signatures, resolve_feature_layers, trunk_parameters
+from ..routing import FeatureExtractor, candidate_layers, decide, fit_signatures, trunk_parameters
 from .merges import shared_body
 from .weights import expert_weights
 
@@ -59,9 +59,9 @@ class Identifier:
             # Features are read below the heads, so any head will do.
             return FeatureExtractor(self._weights.module(body, self.tasks[0]), layers, self.config.feature_pooling)
 
-        candidates = extractor(resolve_feature_layers(self._weights.model, self.config))
+        candidates = candidate_layers(self._weights.model, self.config)
         self.signatures, self.held_out_accuracies = fit_signatures(
-            candidates, references, count, self.config.signature_rank, progress=False
+            extractor, candidates, references, count, self.config.signature_rank, progress=False
         )
         # A pass that stops where the features are.
         self._extractor = extractor([self.signatures.feature_layer])

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..evaluation.method import Material, Method, Prediction, without_padding
 from ..expert_weights import ExpertWeights
 from ..readout import Answer, entropy
-from ..routing.features import pool
+from ..routing import pool
 from .blocks import layer_size, require_mlps
 from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic
 from .heads import most_confident

@@ -131,6 +131,8 @@ def _contents(parts: RetexParts) -> list[str]:
     lines.append(f"{told}.")
     if any(parts.heads.values()):
         lines.append("The output layer of each task, as its expert has it.")
+    if parts.rows:
+        lines.append("Embeddings of the tokens that only some tasks have, and the tokenizers of these.")
     lines.append(_signatures(parts))
     return lines
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..config import RetexConfig
-from ..libraries import library_of, openclip
+from ..libraries import diffusers_models, library_of, modules, openclip, timm_models
 
 CLASSIFIER, GENERATOR, DUAL, FEATURES = "classifier", "generator", "dual", "features"
 TEXT, IMAGE, OTHER = "text", "image", "other"
@@ -21,6 +21,7 @@ TEXT_TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForMultipleChoice": "multiple-choice",
 }
+FEATURES_TAG = "image-feature-extraction"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -38,13 +39,18 @@ def use_of(model: nn.Module) -> Use:
     """What a wrapped model is for."""
     library = library_of(model)
     if library is openclip or library.is_dual_encoder(model):
-        images = library is openclip or "pixel_values" in library.row_inputs(model)[:1]
+        images = library is openclip or "pixel_values" in library.main_inputs(model)
         return Use(DUAL, IMAGE, "zero-shot-image-classification") if images else Use(FEATURES, OTHER, None)
+    if library is timm_models:
+        classifies = library.num_labels(model) is not None
+        return Use(CLASSIFIER, IMAGE, "image-classification") if classifies else Use(FEATURES, IMAGE, FEATURES_TAG)
+    if library in (modules, diffusers_models):
+        return Use(FEATURES, OTHER, None)
     name = type(model).__name__
     if model.main_input_name == "pixel_values":
         if name.endswith("ForImageClassification"):
             return Use(CLASSIFIER, IMAGE, "image-classification")
-        return Use(FEATURES, IMAGE, "image-feature-extraction")
+        return Use(FEATURES, IMAGE, FEATURES_TAG)
     if model.main_input_name != "input_ids":
         return Use(FEATURES, OTHER, "automatic-speech-recognition" if model.can_generate() else None)
     for ending, tag in TEXT_TAGS.items():
@@ -62,6 +68,8 @@ def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, iden
     `folder` is where the artifact is written: whether a tokenizer or processor lies there decides what the code shows.
     """
     use = use_of(model)
+    if library_of(model) is modules:
+        return _own_module(model, name)
     if use.reads == OTHER:
         return None
     imports, inputs = _inputs(model, use, folder, literal(name))
@@ -85,6 +93,8 @@ def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, iden
         if library_of(model) is openclip:
             lines += ["print(model.identify(**inputs).tasks)"] if identifies else []
             lines.append("print(output.shape)  # features of the images")
+        elif library_of(model) is timm_models:
+            lines.append("print(output.shape)")
         else:
             lines += ["print(output.routing.tasks)"] if identifies else []
             lines.append("print({name: value.shape for name, value in output.items() if torch.is_tensor(value)})")
@@ -93,6 +103,19 @@ def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, iden
     others = sorted(line for line in imports if line.startswith("from "))
     head = [*plain, *others, *([""] if imports else []), "from retex_hf import RetexModel", ""]
     return "\n".join([*head, f"model = RetexModel.from_pretrained({literal(name)})", *inputs, *lines])
+
+
+def _own_module(model: nn.Module, name: str) -> str:
+    """How a module of its author's own class is loaded; what it takes is its author's too."""
+    maker = f"lambda: {type(model).__name__}(...)"
+    return "\n".join(
+        [
+            "from retex_hf import RetexModel",
+            "",
+            f"# {type(model).__name__}: the class of the experts, with the arguments that they were made with",
+            f"model = RetexModel.from_pretrained({literal(name)}, make_model={maker})",
+        ]
+    )
 
 
 def _inputs(model: nn.Module, use: Use, folder: Path, name: str) -> tuple[list[str], list[str]]:
@@ -104,10 +127,16 @@ def _inputs(model: nn.Module, use: Use, folder: Path, name: str) -> tuple[list[s
             "from open_clip.transform import PreprocessCfg, image_transform_v2",
         ]
         return imports, [
-            "preprocess = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)",
+            "settings = PreprocessCfg(**model.get_base_model().visual.preprocess_cfg)",
+            "preprocess = image_transform_v2(settings, is_train=False)",
             'images = [Image.new("RGB", (224, 224))]  # yours: Image.open("photo.jpg")',
             'inputs = {"image": torch.stack([preprocess(image) for image in images])}',
         ]
+    if library_of(model) is timm_models:
+        size = model.timm_config["pretrained_cfg"].get("input_size")
+        known = isinstance(size, list) and all(type(number) is int for number in size)
+        shape = ", ".join(map(str, (2, *(size if known else (3, 224, 224)))))
+        return ["import torch"], [f'inputs = {{"x": torch.rand({shape})}}  # preprocessed as for the experts']
     has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
     has_processor = any((folder / file).is_file() for file in PROCESSOR_FILES)
     if use.reads == TEXT:

@@ -10,6 +10,7 @@ import difflib
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 from . import streams
 
@@ -101,7 +102,7 @@ def _run(name: str, arguments: list[str]) -> int:
         options = getattr(import_module(f".{module_name}", __name__), class_name)
         parsed = options.parse(f"retex {name}", arguments)
         _be_quiet()
-        parsed.run()
+        _run_within_memory(name, parsed)
     except RetexError as error:
         streams.complain(visible(f"retex {name}: {error}", keep="\n\t"))
         return 2
@@ -115,6 +116,13 @@ def _run(name: str, arguments: list[str]) -> int:
         streams.complain(f"retex {name}: interrupted.")
         return 130
     return 0
+
+
+def _run_within_memory(name: str, options: Any) -> None:
+    from ..devices import enough_memory
+
+    with enough_memory(f"finish retex {name}"):
+        options.run()
 
 
 def _be_quiet() -> None:

@@ -33,7 +33,8 @@ class BuildOptions(Options):
 
     Args:
         recipe: A YAML file, or an artifact, whose recipe is taken.
-        experts: An expert: a folder, a Hub id, or a PEFT adapter of either kind. Once per task.
+        experts: An expert: a folder, a Hub id (org/repo, org/repo/subfolder), a PEFT adapter of either kind, or a GGUF
+            file. Once per task.
         data: Data of a task, to fit signatures on: a folder, a file or a Hub id. Once per task.
     """
 

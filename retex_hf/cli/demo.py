@@ -7,11 +7,11 @@ import socket
 from typing import Annotated
 
 from ..errors import ConfigError
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions
 
 
 @dataclasses.dataclass
-class DemoOptions(Options):
+class DemoOptions(DeviceOptions):
     """Open a page to try an artifact: type texts or drop images, see the task, the residuals and the answers.
 
     Needs the extra `demo`: pip install 'retex-hf[demo]'.
@@ -44,4 +44,11 @@ class DemoOptions(Options):
             socket.getaddrinfo(self.host, self.port)
         except (OSError, UnicodeError):
             raise ConfigError(f"--host {self.host!r} is no address of this machine.") from None
-        launch(self.artifact, server_name=self.host, server_port=self.port, inbrowser=self.open, revision=self.revision)
+        launch(
+            self.artifact,
+            server_name=self.host,
+            server_port=self.port,
+            inbrowser=self.open,
+            revision=self.revision,
+            model_options=self.model_options,
+        )

@@ -15,12 +15,12 @@ from ..paths import as_path
 from ..predictor import PROMPT, Predictor, preprocessor_of
 from ..printing import as_json, say
 from ..recipe import check_trusted, known_base, known_data, known_experts, last_references
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions
 from .reading import read_classes
 
 
 @dataclasses.dataclass
-class EvalOptions(Options):
+class EvalOptions(DeviceOptions):
     """Measure an artifact on one shuffled stream of all tasks: task known, task unknown, oracle routing.
 
     The figures are stored in the artifact and appear on its card.
@@ -37,7 +37,8 @@ class EvalOptions(Options):
         label_column: The column of labels. Default: found by common names.
         max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
         rows: Take at most so many rows of each task, drawn at random.
-        individual: Also run the experts themselves, and give figures relative to them. They are held in memory.
+        individual: Also run the experts themselves, and give figures relative to them. They are held in the host's
+            memory, and run on the CPU.
         experts: An expert for --individual. Once per task. Default: with --trust-recipe, those of the recipe.
         base: The base for --individual. Default: with --trust-recipe, that of the recipe.
         batch_size: Rows per call.
@@ -83,7 +84,7 @@ class EvalOptions(Options):
             raise ConfigError("--prompt is for --classes.")
         if self.results_dir is not None:
             check_target(self.results_dir)  # before the work, not after it
-        model = RetexModel.from_pretrained(self.artifact)
+        model = RetexModel.from_pretrained(self.artifact, **self.model_options)
         recipe = model.recipe or {}
         data = self.data or self._trusted_data(recipe, model.tasks)
         if self.save and not as_path(self.artifact).is_dir():

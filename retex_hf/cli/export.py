@@ -10,11 +10,11 @@ from ..errors import ConfigError
 from ..export import export_checkpoint
 from ..model import RetexModel
 from ..printing import say
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions
 
 
 @dataclasses.dataclass
-class ExportOptions(Options):
+class ExportOptions(DeviceOptions):
     """Write one task as a plain checkpoint of the recovered expert, or as a LoRA adapter of the merged model.
 
     A checkpoint needs nothing of this library. An adapter is loaded by PEFT onto the merged model, which is what the
@@ -47,7 +47,7 @@ class ExportOptions(Options):
     def run(self) -> None:
         if self.scope is not None and self.format != "lora":
             raise ConfigError("--scope is for --format lora.")
-        model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
+        model = RetexModel.from_pretrained(self.artifact, revision=self.revision, **self.model_options)
         if self.format == "full":
             export_checkpoint(model, self.task, self.output_dir)
             say(f"{self.output_dir}: the expert {self.task!r} as a {type(model.model).__name__}.")

@@ -77,6 +77,35 @@ class Options(ABC):
         """Do what was asked for; results go to standard output."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class DeviceOptions(Options):
+    """Options of a command that runs the model of an artifact.
+
+    Args:
+        device: The device that computes, such as cuda, cuda:1 or mps; auto is an accelerator, if there is one. Default:
+            the CPU.
+        device_map: Spread the model as transformers does: auto, or {module: device, ...}. Instead of --device.
+        dtype: Hold and run the model in float32, bfloat16 or float16; what is then saved whole is in it too. Default:
+            auto, as it is stored.
+    """
+
+    device: str | None = None
+    device_map: str | dict[str, Any] | None = None
+    dtype: str | None = None
+
+    @classmethod
+    def add_arguments(cls, parser: Parser) -> None:
+        own = {field.name for field in dataclasses.fields(DeviceOptions)}
+        add_fields(parser, cls, own)
+        others = {field.name for field in dataclasses.fields(cls)} - own
+        add_fields(parser.add_argument_group("where the model runs"), cls, others)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What `RetexModel.from_pretrained` is told of this."""
+        return {"device": self.device, "device_map": self.device_map, "dtype": self.dtype}
+
+
 def add_fields(group: Any, cls: type, left_out: typing.Collection[str] = ()) -> None:
     """Add an argument for every field of a documented dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -156,7 +185,9 @@ class _AddPair(argparse.Action):
 
 
 def describe(cls: type, name: str) -> str:
-    """What a class's documentation says of a field."""
+    """What the documentation of a class, or of one that it extends, says of a field."""
+    texts = (base.__doc__ for base in cls.__mro__ if dataclasses.is_dataclass(base))
     # Python 3.13 takes the indentation out of documentation by itself.
-    found = re.search(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", inspect.cleandoc(cls.__doc__), re.MULTILINE)
+    pattern = re.compile(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", re.MULTILINE)
+    found = next(match for text in texts if (match := pattern.search(inspect.cleandoc(text))))
     return re.sub(r"\s+", " ", found[1]).replace("`", "")

@@ -18,7 +18,7 @@ from ..evaluation.tasks import read_line
 from ..model import RetexModel
 from ..predictor import PROMPT, Answer, Predictor, preprocessor_of
 from ..printing import as_json, say
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
 SHOWN_LENGTH = 60
@@ -26,7 +26,7 @@ MOST_ROWS = 65_536  # of a call, all of which are read before it
 
 
 @dataclasses.dataclass
-class PredictOptions(Options):
+class PredictOptions(DeviceOptions):
     """Answer texts or images, each by its own expert.
 
     Without --task the task of every input is identified from the input itself. Results are a table on a terminal and
@@ -102,7 +102,7 @@ class PredictOptions(Options):
                 say(as_json(record), flush=True)
 
     def _predictor(self) -> Predictor:
-        model = RetexModel.from_pretrained(self.artifact, revision=self.revision)
+        model = RetexModel.from_pretrained(self.artifact, revision=self.revision, **self.model_options)
         if self.routing is not None:
             model.routing = self.routing
         if self.task is not None:

@@ -12,11 +12,11 @@ from ..model import RetexModel
 from ..printing import say
 from ..recipe import check_trusted, known_data, last_references
 from ..signing import References, sign
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions
 
 
 @dataclasses.dataclass
-class SignOptions(Options):
+class SignOptions(DeviceOptions):
     """Fit the signatures that tell tasks apart, from a few unlabelled inputs of each task.
 
     Args:
@@ -55,7 +55,7 @@ class SignOptions(Options):
     output_dir: Path | None = None
 
     def run(self) -> None:
-        model = RetexModel.from_pretrained(self.artifact)
+        model = RetexModel.from_pretrained(self.artifact, **self.model_options)
         data = self.data or known_data(model.recipe, model.tasks)
         if not data:
             raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")

@@ -12,17 +12,17 @@ from ..model import RetexModel
 from ..printing import say
 from ..recipe import last_references
 from ..signing import References
-from .options import POSITIONAL, Options
+from .options import POSITIONAL, DeviceOptions, Options
 
 
 @dataclasses.dataclass
-class AddTaskOptions(Options):
+class AddTaskOptions(DeviceOptions):
     """Add an expert to an artifact, without the other experts at hand; their answers do not change.
 
     Args:
         artifact: A folder that `retex build` wrote.
         task: The name of the new task.
-        expert: Its expert: a folder, a Hub id, or a PEFT adapter.
+        expert: Its expert: a folder, a Hub id (org/repo, org/repo/subfolder), a PEFT adapter, or a GGUF file.
         data: Inputs of the task, as for sign; needed where the artifact is signed.
         split: Which part of the data.
         input_column: The column of texts or images, or two of them, [a, b]. Default: found by common names.
@@ -51,7 +51,7 @@ class AddTaskOptions(Options):
     output_dir: Path | None = None
 
     def run(self) -> None:
-        model = RetexModel.from_pretrained(self.artifact)
+        model = RetexModel.from_pretrained(self.artifact, **self.model_options)
         if model.signatures is not None and self.data is None:
             raise ConfigError(f"{self.artifact} is signed: say with --data where inputs of {self.task!r} are.")
         if model.signatures is None and model.retex_config.signatures == "inputs" and self.data is not None:

@@ -62,7 +62,7 @@ def evaluate_model(
         predictor: The model, and how it answers.
         tests: Labelled data of all its tasks.
         experts: The experts it was made of, to be run beside it; with them figures are also relative to theirs. They
-            are held in memory.
+            are held in the host's memory, and run on the CPU.
         base: Their base.
         seed: Of the order of the stream.
         batch_size: Rows per call.
@@ -82,7 +82,8 @@ def evaluate_model(
     for method in methods:
         method.fit(material)
         modes = _modes(method, predictor)
-        evaluations.append(evaluate(method, tests, predictor.batch, modes=modes, **options))
+        batch = predictor.preprocessor if isinstance(method, Individual) else predictor.batch
+        evaluations.append(evaluate(method, tests, batch, modes=modes, **options))
     body = None if experts else methods[0].storage_bytes()
     return Report(evaluations, individual="individual" if experts else None, body_bytes=body)
 

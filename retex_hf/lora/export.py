@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..checkpoints import take_inventory
 from ..checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_STEM, PREFIX, TASK_CLASSES
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, ConfigError, RetexError, shorten
 from ..execution import is_plain, task_index
+from ..execution.vocabulary_rows import with_own_rows
 from ..folders import check_movable, replacing
 from ..parts import RetexParts
 from .factors import Offsets, lora_tensors, saved_tensors, stack_tensors
@@ -35,8 +38,9 @@ class LoraExport:
     being a module's weight. `left_out` maps parameters that the adapter does not carry to the size of their difference
     relative to the parameter, `left_out_share` is their part of the whole difference (both as Frobenius norms).
     `num_outputs` is set where the task's head is of another width than the one in the merged model's folder; such tasks
-    cannot share a batch in peft. `mergeable` says whether peft's `merge_and_unload` would give the expert: not where
-    tied weights have factors each (it adds both), nor where a layer without a bias gets one (it refuses).
+    cannot share a batch in peft. `vocabulary` is set where the task has another number of tokens. `mergeable` says
+    whether peft's `merge_and_unload` would give the expert: not where tied weights have factors each (it adds both),
+    nor where a layer without a bias gets one (it refuses).
     """
 
     task: str
@@ -50,6 +54,7 @@ class LoraExport:
     bytes: int
     num_outputs: int | None = None
     mergeable: bool = True
+    vocabulary: int | None = None
 
     def __str__(self) -> str:
         ranks = sorted(set(self.lora.values()))
@@ -74,6 +79,11 @@ class LoraExport:
                 f"Its head has {self.num_outputs} outputs, unlike the merged model's: load that with "
                 f"num_labels={self.num_outputs}, ignore_mismatched_sizes=True."
             )
+        if self.vocabulary is not None:
+            lines.append(
+                f"It has {self.vocabulary} tokens, unlike the merged model: call "
+                f"resize_token_embeddings({self.vocabulary}) on that before the adapter is loaded."
+            )
         if not self.mergeable:
             lines.append("Use it as it is: peft cannot merge it. RetexModel.merge_and_unload gives the merged expert.")
         return "\n".join(lines)
@@ -93,8 +103,10 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
         )
     folder = _check_folder(Path(save_directory))
     _check_plain(model, [*recovery, *heads])
-    offsets = Offsets(model, recovery, heads, recovery.task_embedding[index])
-    plan = make_plan(model, list(recovery), list(heads), scope)
+    tokens = _other_vocabulary(parts, task)
+    offsets = Offsets(model, recovery, {**heads, **tokens}, recovery.task_embedding[index])
+    changed = [name for name in recovery if name not in tokens]
+    plan = make_plan(model, changed, [*heads, *_all_names(model, tokens)], scope)
     tensors, ranks = lora_tensors(offsets, plan, uniform=scope == "linear")
     stacks, stack_ranks = stack_tensors(offsets, plan)
     tensors |= stacks | saved_tensors(offsets, plan)
@@ -111,7 +123,8 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
         left_out=left_out,
         left_out_share=offsets.share(plan.left),
         bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        num_outputs=offsets.other_width() if plan.saved else None,
+        num_outputs=offsets.other_width(heads) if plan.saved else None,
+        vocabulary=parts.config.vocabulary[task]["size"] if tokens and plan.saved else None,
         mergeable=is_mergeable(model, plan),
     )
     if left_out and scope == "all":
@@ -121,6 +134,25 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
             stacklevel=3,
         )
     return export
+
+
+def _other_vocabulary(parts: RetexParts, task: str) -> dict[str, Tensor]:
+    """The task's tensors with a row per token, where it has others than the merged model: an adapter has them whole."""
+    if task not in parts.rows:
+        return {}
+    index, merged = task_index(task, parts.config.tasks), parts.model.state_dict()
+    embedding, shared = parts.recovery.task_embedding[index], {}
+    for name in parts.rows[task]:
+        shared[name] = merged[name]
+        if name in parts.recovery:
+            shared[name] = parts.recovery.recover(name, merged[name], embedding).to(merged[name].dtype)
+    return with_own_rows(shared, parts.rows[task], parts.config.vocabulary[task]["size"])
+
+
+def _all_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """All names of tensors: of tied ones, peft saves each module that has them."""
+    ties = take_inventory(model).aliases
+    return [alias for name in names for alias in ties[name]]
 
 
 def _config(

@@ -34,7 +34,8 @@ class Offsets:
         self.leaders = {alias: name for name, aliases in ties.items() for alias in aliases}
 
     def offset(self, alias: str) -> Tensor:
-        return self.recovery.offset(self.leaders.get(alias, alias), self.embedding)
+        """The difference from the merged tensor, on the CPU, as all that goes into a file: factoring takes float64."""
+        return self.recovery.offset(self.leaders.get(alias, alias), self.embedding).cpu()
 
     def value(self, alias: str) -> Tensor:
         """The task's own tensor."""
@@ -67,8 +68,8 @@ class Offsets:
             generator.factor("inner"),
         )
         if generator.layout.order == GENERATED_FIRST:
-            return generated, (shared if inner is None else inner @ shared)
-        return (shared if inner is None else shared @ inner), generated
+            return generated.cpu(), (shared if inner is None else inner @ shared).cpu()
+        return (shared if inner is None else shared @ inner).cpu(), generated.cpu()
 
     def _energy(self, name: str) -> float:
         """The squared norm of an offset, without the offset where it has factors."""
@@ -82,9 +83,9 @@ class Offsets:
         return {name for name in names if self.leaders.get(name) in self.recovery}
 
     def relative_size(self, name: str) -> float:
-        merged = self.merged[name].float()
+        merged = self.merged[name].cpu().float()
         if name in self.heads:
-            head = self.heads[name].float()
+            head = self.heads[name].cpu().float()
             difference = head - merged if head.shape == merged.shape else head
         else:
             difference = self.offset(name)
@@ -96,9 +97,9 @@ class Offsets:
         total = sum(energies.values())
         return (sum(energies[name] for name in names if name in energies) / total) ** 0.5 if total else 0.0
 
-    def other_width(self) -> int | None:
+    def other_width(self, heads: Mapping[str, Tensor]) -> int | None:
         """The number of outputs of the task's head, where it is not that of the merged model."""
-        widths = [head.shape[0] for name, head in self.heads.items() if head.shape != self.merged[name].shape]
+        widths = [head.shape[0] for name, head in heads.items() if head.shape != self.merged[name].shape]
         return widths[-1] if widths else None
 
 

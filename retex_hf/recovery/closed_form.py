@@ -57,12 +57,13 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
     design = design or Design(len(differences))
     targets, energy, outside = design.project(differences)
     if layout.kind != MATRIX:
-        shared = None if layout.shared_shape is None else torch.ones(())
+        shared = None if layout.shared_shape is None else targets[0].new_ones((), dtype=torch.float32)
         generated = design.unproject(torch.stack([target.reshape(-1).float() for target in targets]))
         return Solution(layout, generated, shared, energy, outside)
 
-    generated = torch.empty(len(targets), *layout.generated_shape)
-    shared = torch.empty(layout.shared_shape)
+    device = targets[0].device
+    generated = torch.empty(len(targets), *layout.generated_shape, device=device)
+    shared = torch.empty(layout.shared_shape, device=device)
     stacks = [target.reshape(layout.stacked_shape) for target in targets]
     residual = outside
     for index in range(layout.batch):
@@ -151,7 +152,7 @@ def best_scales(experts: list[list[Tensor]], merged: list[Tensor], layout: Layou
 
     bases = [split(base) for base in merged]
     inside = torch.stack([part.flatten() for part, _ in bases])
-    system = (inside @ inside.T) * (torch.eye(layers, dtype=torch.float64) - 1 / layers)
+    system = (inside @ inside.T) * (torch.eye(layers, dtype=torch.float64, device=basis.device) - 1 / layers)
     system += torch.diag(torch.stack([outside.square().sum() for _, outside in bases]))
     scales = torch.empty(layers, tasks, dtype=torch.float64)
     for task in range(tasks):
@@ -163,8 +164,10 @@ def best_scales(experts: list[list[Tensor]], merged: list[Tensor], layout: Layou
                 for (part, outside), (base_inside, base_outside) in zip(parts, bases, strict=True)
             ]
         )
-        # lstsq, because a layer may be zero, or lie within the span of S.
-        scales[:, task] = torch.linalg.lstsq(system, right.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+        # lstsq, because a layer may be zero, or lie within the span of S. One number per layer: the CPU has the driver
+        # for systems without full rank, and GPUs have not.
+        solved = torch.linalg.lstsq(system.cpu(), right.cpu().unsqueeze(1), driver="gelsd")
+        scales[:, task] = solved.solution.squeeze(1)
     return scales
 
 
@@ -174,7 +177,7 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
     if layout.kind != MATRIX:
         return torch.tensor([energy], dtype=torch.float64)
     stacks = [target.reshape(layout.stacked_shape) for target in targets]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=targets[0].device)
     for index in range(layout.batch):
         matrices = [_ordered(stack[index], layout) for stack in stacks]
         total = total + torch.linalg.eigvalsh(gram(matrices)).flip(0).clamp(min=0)
@@ -216,7 +219,7 @@ def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None
     _, vectors, discarded = top_eigenpairs(products, rank, kept)
     del products
     if _is_wide(differences):
-        shared = torch.zeros(rank, differences[0].shape[1], dtype=torch.float64)
+        shared = vectors.new_zeros(rank, differences[0].shape[1])
         rows = vectors.split([len(part) for part in _row_slabs(differences)])
         for part, weights in zip(_row_slabs(differences), rows, strict=True):
             shared.addmm_(weights.T, part.double())
@@ -250,7 +253,7 @@ def gram(differences: list[Tensor]) -> Tensor:
     wide = _is_wide(differences)
     side = len(differences) * differences[0].shape[0] if wide else differences[0].shape[1]
     starts = range(0, side, GRAM_BLOCK)
-    products = torch.zeros(side, side, dtype=torch.float64)
+    products = torch.zeros(side, side, dtype=torch.float64, device=differences[0].device)
     for slab in _column_slabs(differences) if wide else _row_slabs(differences):
         slab = slab.double()
         for start in starts:

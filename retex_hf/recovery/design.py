@@ -50,7 +50,8 @@ class Design:
         """Generator rows `H` from the factors of the projected differences."""
         if self.is_plain:
             return generated
-        return torch.linalg.solve_triangular(self._triangle, generated.double(), upper=True).float()
+        triangle = self._triangle.to(generated.device)
+        return torch.linalg.solve_triangular(triangle, generated.double(), upper=True).float()
 
 
 def dirichlet_moments(num_tasks: int, alpha: float) -> Tensor:

@@ -164,9 +164,10 @@ def extend_generator(
 ) -> Extension:
     """A generator with a row for a new task, the last one, whose embedding is 1 there and 0 elsewhere.
 
-    `experts` and `merged` are the tensors of all layers that share the generator. Such layers have one offset, so what
-    it can recover is the mean of their differences: `tolerance` is the relative error of that. The rank grows by the
-    smallest number that reaches it; with `affine` that is for the gammas which are best before it grows.
+    `experts` and `merged` are the tensors of all layers that share the generator, on the device that computes; the
+    extended generator is on the CPU. Layers that share a generator have one offset, so what it can recover is the mean
+    of their differences: `tolerance` is the relative error of that. The rank grows by the smallest number that reaches
+    it; with `affine` that is for the gammas which are best before it grows.
 
     Where more rank would cost as many numbers as storing the differences of all tasks whole, they are stored whole.
     Factors that are stored narrower than float32 always grow instead: the offsets of the other tasks would have to be
@@ -188,7 +189,7 @@ def extend_generator(
 
     energy = _energy(target)
     allowed = max(tolerance**2, EXACT) * energy
-    basis = row_basis(_acting_factor(generator))
+    basis = row_basis(_acting_factor(generator, target.device))
     # A parameter that may stay as merged has no gamma to help it, and one that is as merged needs none.
     found, offset = (scales, target) if layout.rank == 0 or energy == 0 else solve_scales(basis)
     directions = missing_directions(_as_stack(offset, layout), basis, allowed)
@@ -207,7 +208,7 @@ def extend_generator(
         return replace(_finish(_made_whole(generator), target, scales, experts, merged, dtype), made_whole=True)
     extended = _resized(generator, layout, rows, dtype)
     _append_directions(extended, directions, dtype)
-    found, offset = solve_scales(row_basis(_acting_factor(extended)))
+    found, offset = solve_scales(row_basis(_acting_factor(extended, target.device)))
     return replace(_finish(extended, offset, found, experts, merged, dtype), grown=grown)
 
 
@@ -276,12 +277,12 @@ def _decompose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left, torch.where(kept, values, 1.0), right * kept.unsqueeze(-1)
 
 
-def _acting_factor(generator: OffsetGenerator) -> Tensor:
-    """What all tasks share, as rows (batch, q, n): `S` or `B S`, transposed in the reversed order."""
-    shared, inner = generator.factor("shared").double().cpu(), generator.factor("inner")
+def _acting_factor(generator: OffsetGenerator, device: torch.device) -> Tensor:
+    """What all tasks share, as rows (batch, q, n) on a device: `S` or `B S`, transposed in the reversed order."""
+    shared, inner = generator.factor("shared").to(device).double(), generator.factor("inner")
     first = generator.layout.order == GENERATED_FIRST
     if inner is not None:
-        inner = inner.double().cpu()
+        inner = inner.to(device).double()
         shared = inner @ shared if first else shared @ inner
     return shared if first else shared.mT
 
@@ -308,21 +309,22 @@ def _finish(
     dtype: str,
 ) -> Extension:
     """Put the row that gives an offset (or what comes nearest) in place, and measure it as it is stored."""
-    layout = generator.layout
+    layout, device = generator.layout, offset.device
     if layout.kind == MATRIX:
-        row = _slabbed(_as_stack(offset, layout), pseudo_inverse(_acting_factor(generator)))
+        row = _slabbed(_as_stack(offset, layout), pseudo_inverse(_acting_factor(generator, device)))
         row = row.mT if layout.order == SHARED_FIRST else row
     elif layout.kind == VECTOR:
         _wake_scalar(generator)
-        row = offset / generator.factor("shared")
+        row = offset / generator.factor("shared").to(device)
     else:
         row = offset
     row = row.reshape(1, -1)
     if generator.bias is not None:
-        row = row - generator.factor("bias")
+        row = row - generator.factor("bias").to(device)
     for part, tensor in encode_parts(layout, {"weight": row.float()}, dtype).items():
         generator.get_parameter(part)[-1] = tensor[0]
-    offset = layout.offset(generator.generated_row(-1), generator.factor("shared"), generator.factor("inner")).double()
+    stored = (generator.generated_row(-1), generator.factor("shared"), generator.factor("inner"))
+    offset = layout.offset(*(None if factor is None else factor.to(device) for factor in stored)).double()
     errors = []
     for expert, base, scale in zip(experts, merged, scales.tolist(), strict=True):
         energy = _energy(expert - base)
@@ -382,7 +384,7 @@ def _append_directions(generator: OffsetGenerator, directions: Tensor, dtype: st
         for part, tensor in encode_parts(layout, {"shared": directions.float()}, dtype).items():
             generator.get_parameter(part)[:, -count:] = tensor
     elif dtype == "int8":
-        _append_codes(generator, directions.mT.float())
+        _append_codes(generator, directions.mT.float().cpu())
     else:
         generator.shared[..., -count:] = directions.mT
     if generator.inner is not None:

@@ -90,9 +90,10 @@ class OffsetGenerator(nn.Module):
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
 
     def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
-        """`base + offset`, in the dtype of `base`; into `out` if given."""
+        """`base + offset`, in the dtype and on the device of `base`; into `out` if given."""
         parts = (self.generated(embedding), self.factor("shared"), self.factor("inner"))
-        return self.layout.added(base, *(None if part is None else part.to(base.dtype) for part in parts), out=out)
+        beside = (None if part is None else part.to(base.device, base.dtype) for part in parts)
+        return self.layout.added(base, *beside, out=out)
 
 
 class ScaleGenerator(nn.Module):
@@ -280,11 +281,13 @@ class RecoveryModule(nn.Module):
         return self[name](embedding)
 
     def recover(self, name: str, merged: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
-        """A recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better; into `out` (of
-        that dtype) if given."""
+        """A recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better, beside
+        `merged`; into `out` (of that dtype) if given."""
         merged = merged.to(torch.promote_types(merged.dtype, torch.float32))
         scale = self.scale(name)
-        return self[name].added_to(merged if scale is None else scale(embedding) * merged, embedding, out)
+        if scale is not None:
+            merged = scale(embedding).to(merged.device) * merged
+        return self[name].added_to(merged, embedding, out)
 
     def forward(self, weights: Tensor) -> dict[str, Tensor]:
         """All offsets of a mixture of tasks."""

@@ -11,6 +11,8 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..devices import enough_memory
+from ..errors import shorten
 from ..store import Store
 
 Key = TypeVar("Key", bound=Hashable)
@@ -60,7 +62,8 @@ def run_dealt(
     mine = [key for key in todo if owners[key] == rank]
     done = {}
     for key in tqdm(mine, desc=description, unit="tensor", disable=not progress or rank != 0):
-        done[key] = work(key)
+        with enough_memory(f"work on {shorten([key] if isinstance(key, str) else key)}"):
+            done[key] = work(key)
         if store is not None:
             store.record(description, names[key], done[key])
     results = {}

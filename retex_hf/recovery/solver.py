@@ -185,7 +185,7 @@ def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
         while differences:  # one at a time in float64, and gone when it is done
             stack = differences.pop(0).reshape(layout.stacked_shape).double()
             rows.append((shared @ stack if reversed_order else stack @ shared).flatten())
-    kernel = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    kernel = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
     for start in range(0, len(rows[0]), KERNEL_CHUNK):
         chunk = torch.stack([row[start : start + KERNEL_CHUNK].double() for row in rows])
         kernel += chunk @ chunk.T
@@ -197,7 +197,8 @@ def _solve_unit(
 ) -> Solution:
     if config.recovery == "affine":
         experts = [targets.all_experts(name) for name in unit]
-        return solve_affine(experts, [targets.merged[name] for name in unit], layout, design)
+        merged = [targets.merged_beside(layer[0], name) for layer, name in zip(experts, unit, strict=True)]
+        return solve_affine(experts, merged, layout, design)
     if len(unit) > 1:
         return solve_shared((targets.differences(name) for name in unit), layout, design)
     return solve(targets.differences(unit[0]), layout, design)
@@ -243,11 +244,11 @@ def relative_errors(targets: Targets, recovery: RecoveryModule) -> dict[str, flo
     errors = {}
     embeddings = recovery.task_embedding.cpu()
     for name in recovery:
-        merged = targets.merged[name]
         missed, energy = 0.0, 0.0
         for task in range(targets.num_tasks):
             expert = targets.expert(task, name)
+            merged = targets.merged_beside(expert, name)
             missed += (recovery.recover(name, merged, embeddings[task]) - expert).double().square().sum().item()
-            energy += (expert - merged.to(expert.dtype)).double().square().sum().item()
+            energy += (expert - merged).double().square().sum().item()
         errors[name] = (missed / energy) ** 0.5 if energy > 0 else 0.0
     return errors

@@ -37,28 +37,33 @@ class Targets:
         return len(self.experts.tasks)
 
     def expert(self, task: int, name: str) -> Tensor:
-        """One expert's tensor, in float32 or better."""
+        """One expert's tensor, in float32 or better, on the device that computes."""
         return _wide(self.experts.read_expert(self.experts.tasks[task], name))
+
+    def merged_beside(self, expert: Tensor, name: str) -> Tensor:
+        """The merged tensor, in float32 or better, on the device of an expert's: it lies where results are written."""
+        return _wide(self.merged[name].to(expert.device))
 
     def all_experts(self, name: str) -> list[Tensor]:
         return [self.expert(task, name) for task in range(self.num_tasks)]
 
     def difference(self, task: int, name: str) -> Tensor:
         """`D_t = W_t - W_merged` of one task."""
-        return self.expert(task, name) - _wide(self.merged[name])
+        expert = self.expert(task, name)
+        return expert - self.merged_beside(expert, name)
 
     def differences(self, name: str) -> list[Tensor]:
         """`D_t = W_t - W_merged` of every task."""
-        merged = _wide(self.merged[name])
-        return [expert - merged for expert in self.all_experts(name)]
+        experts = self.all_experts(name)
+        merged = self.merged_beside(experts[0], name)
+        return [expert - merged for expert in experts]
 
     def mixed_difference(self, name: str, weights: Tensor) -> Tensor:
         """`sum_t w_t D_t`; only the experts that count are read."""
-        merged = _wide(self.merged[name])
         tasks = weights.nonzero().flatten().tolist()
         if len(tasks) == 1 and weights[tasks[0]] == 1:
-            return self.expert(tasks[0], name) - merged
-        return sum(weights[task] * (self.expert(task, name) - merged) for task in tasks)
+            return self.difference(tasks[0], name)
+        return sum(weights[task] * self.difference(task, name) for task in tasks)
 
 
 def _wide(tensor: Tensor) -> Tensor:

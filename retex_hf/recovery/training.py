@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
@@ -168,6 +169,8 @@ def train(
     if not layouts:
         return recovery  # no expert differs from the merge
     whole = deepcopy(recovery).to("meta")  # the module's form, for when its parameters are sharded
+    if accelerator.distributed_type == DistributedType.FSDP:
+        _give_axes(recovery)
     loss_module = RecoveryLoss(recovery, targets, training)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
@@ -271,18 +274,35 @@ def _draw(method: Any, training: TrainingConfig, step: int, num_tasks: int) -> T
 def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
     """The affine variant's task-averaged gamma of every matrix; empty otherwise."""
     scales = {name: recovery.scale(name) for name in recovery if recovery[name].layout.kind == MATRIX}
-    means = {n: scale(recovery.task_embedding).mean().item() for n, scale in scales.items() if scale is not None}
+    averages = {n: scale(recovery.task_embedding).mean() for n, scale in scales.items() if scale is not None}
+    means = {name: _brought_together(average).item() for name, average in averages.items()}
     return {"gamma": means} if means else {}
+
+
+def _give_axes(recovery: RecoveryModule) -> None:
+    """Make vectors of one number of parameters without axes: FSDP2 shards along the first axis, and refuses those."""
+    for module in recovery.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == 0:
+                setattr(module, name, nn.Parameter(parameter.detach().reshape(1)))
 
 
 def _gathered(accelerator: Accelerator, loss_module: nn.Module, whole: RecoveryModule) -> RecoveryModule:
     """The whole recovery module on every process, on the CPU, whatever its parameters were sharded over."""
-    state = accelerator.get_state_dict(loss_module)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        state = broadcast_object_list([state if accelerator.is_main_process else None])[0]
+    if accelerator.is_fsdp2:  # every process takes part in bringing each tensor together, and has it then
+        state = {name: _brought_together(tensor) for name, tensor in loss_module.state_dict().items()}
+    else:
+        state = accelerator.get_state_dict(loss_module)
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            state = broadcast_object_list([state if accelerator.is_main_process else None])[0]
     own = {name.removeprefix("recovery."): tensor.detach().cpu() for name, tensor in state.items()}
-    whole.load_state_dict(own, assign=True)
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+    whole.load_state_dict({name: tensor.reshape(shapes[name]) for name, tensor in own.items()}, assign=True)
     return whole
+
+
+def _brought_together(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Checkpoint:
