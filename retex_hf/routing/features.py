@@ -8,7 +8,6 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ..rows import (
     prove,
     readings,
 )
-from .axes import axes_by_size, axis_by_gradient
+from .axes import axes_by_size, axis_by_change
 from .pooling import Layout, pool_rows
 
 # Arguments of `forward` that say what to compute or return, not what the input is.
@@ -228,9 +227,7 @@ class FeatureExtractor:
         self, kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Reading], parts: list[Tensor] | None
     ) -> Layouts:
         def call(part: Mapping[str, Any]) -> dict[str, Any]:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # models that draw numbers must draw the same for a row
-                return self.collect(self.entry, part)
+            return self._repeatable(self.entry, part)
 
         def split(reading: Reading, part: Tensor) -> dict[str, Any]:
             return Splitter(rows, NOT_ROWS, reading).take(kwargs, part)
@@ -251,25 +248,25 @@ class FeatureExtractor:
             return f"has an output that {proof.refused.get(path, 'is the same for all rows')}"
         others = [axis for axis in range(hidden.ndim) if axis != (place.axis if isinstance(place, Along) else 0)]
         axes = axes_by_size(hidden.shape, others, self.model.get_submodule(layer))
-        axis = axes[0] if len(axes) == 1 else self._axis_by_gradient(layer, some, axes)
+        axis = axes[0] if len(axes) == 1 else self._axis_by_change(layer, some, axes)
         if axis is None:
             return f"has an output {tuple(hidden.shape)} of which nothing says which axis holds the features"
         return Layout(place, axis)
 
-    def _axis_by_gradient(self, layer: str, kwargs: Mapping[str, Any], axes: list[int]) -> int | None:
+    def _axis_by_change(self, layer: str, kwargs: Mapping[str, Any], axes: list[int]) -> int | None:
         def hidden_of(parameters: Mapping[str, Tensor]) -> Tensor:
-            tensors = chain(self.entry.named_parameters(), self.entry.named_buffers())
-            named = {name: ordinary(tensor) for name, tensor in tensors}
-            named |= {f"model.{layer}.{name}": tensor for name, tensor in parameters.items()}
-
-            def run(**values: Any) -> Any:
-                return functional_call(self.entry, named, (), values)
-
-            inputs = {name: ordinary(value) for name, value in kwargs.items()}
-            return first_tensor(self.collect(run, inputs)[layer])[1]
+            named = {f"model.{layer}.{name}": tensor for name, tensor in parameters.items()}
+            collected = self._repeatable(lambda **values: functional_call(self.entry, named, (), values), kwargs)
+            return first_tensor(collected[layer])[1]
 
         parameters = dict(self.model.get_submodule(layer).named_parameters())
-        return axis_by_gradient(hidden_of, parameters, axes) if axes and parameters else None
+        return axis_by_change(hidden_of, parameters, axes) if axes and parameters else None
+
+    def _repeatable(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Collect outputs, models that draw numbers drawing the same every time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.collect(call, kwargs)
 
 
 @dataclass

@@ -18,8 +18,9 @@ CACHE_FIELDS = ("past_key_values", "cache_params")
 def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Names (in `model`, of which the extractor has a copy) of the tensors that the features depend on.
 
-    The graph of a backward pass tells, whatever the architecture. Statistics of batch normalisation have no gradient:
-    they go with the weights beside them.
+    The graph of a backward pass tells, whatever the architecture. It is walked, not run: autograd does not run in a
+    process that was forked from one where it has run. Statistics of batch normalisation are not in it: they go with the
+    weights beside them.
     """
     with torch.inference_mode(False), torch.enable_grad():
         leaves = {
@@ -28,8 +29,8 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
         kwargs = {name: ordinary(value) for name, value in extractor.select(inputs).items()}
         collected = extractor.collect(lambda **values: functional_call(extractor.entry, leaves, (), values), kwargs)
         _, hidden = first_tensor(collected[extractor.layers[-1]])
-        gradients = torch.autograd.grad(hidden.float().sum(), list(leaves.values()), allow_unused=True)
-    used = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+    reached = _leaves_of_graph(hidden)
+    used = {name for name, leaf in leaves.items() if id(leaf) in reached}
     touched = {name.rpartition(".")[0] for name in used}
     used |= {name for name, _ in extractor.entry.named_buffers() if name.rpartition(".")[0] in touched}
     # The copy shares its parameters with the model; buffers are its own, and go by name.
@@ -37,6 +38,20 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
     tensors = dict(extractor.model.state_dict(keep_vars=True))
     shared = {id(tensors[name]) for name in full if name in tensors}
     return [name for name in model.state_dict() if name in full or id(tensors[name]) in shared]
+
+
+def _leaves_of_graph(tensor: Tensor) -> set[int]:
+    """Identities of the leaves that a tensor was computed from."""
+    seen, leaves, waiting = set(), set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            leaves.add(id(node.variable))
+        waiting += [before for before, _ in node.next_functions]
+    return leaves
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retex_hf.execution import copy_with
 from retex_hf.libraries import hf_transformers
 from retex_hf.routing import FeatureExtractor, block_lists, trying
-from retex_hf.routing.axes import axis_by_gradient
+from retex_hf.routing.axes import axis_by_change
 
 WIDTH = 8
 TEXT = {"vocab_size": VOCAB}
@@ -114,15 +114,24 @@ def test_the_last_parameter_tells_the_axis_of_the_features(kind):
     def hidden_of(parameters):
         return torch.func.functional_call(block, dict(parameters), (given,))
 
-    axis = axis_by_gradient(hidden_of, dict(block.named_parameters()), [1, 2])
+    axis = axis_by_change(hidden_of, dict(block.named_parameters()), [1, 2])
     assert axis == (1 if kind == "channels first" else 2)
 
 
 def test_nothing_is_guessed_where_no_parameter_tells():
     mixing = nn.Parameter(torch.randn(WIDTH, WIDTH))
     given = torch.randn(2, WIDTH, WIDTH)
-    assert axis_by_gradient(lambda _: given, {"mix": mixing}, [1, 2]) is None
-    assert axis_by_gradient(lambda parameters: given * parameters["mix"].sum(), {"mix": mixing}, [1, 2]) is None
+    assert axis_by_change(lambda _: given, {"mix": mixing}, [1, 2]) is None
+
+
+def test_a_parameter_that_moves_everything_tells_nothing():
+    mixing = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    given = torch.randn(2, WIDTH, WIDTH)
+
+    def hidden_of(parameters):
+        return given * parameters.get("mix", mixing).sum()
+
+    assert axis_by_change(hidden_of, {"mix": mixing}, [1, 2]) is None
 
 
 def detr() -> tf.DetrForObjectDetection:

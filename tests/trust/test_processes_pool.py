@@ -7,13 +7,14 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import second_device
 import torch
 from torch.utils.data import DataLoader
 from trust import subjects
 from trust.subjects import TASKS
 from trust.threads import fingerprint
 
-from retex_hf import RetexModel
+from retex_hf import RetexConfig, RetexModel
 
 PATIENCE = 120
 needs_fork = pytest.mark.skipif(
@@ -146,6 +147,44 @@ def test_a_fork_after_torch_has_shared_its_work_among_threads():
         assert torch.get_num_threads() == 2  # the child's one thread is the child's
     finally:
         torch.set_num_threads(before)
+
+
+def signed_in_a_fork(shared_trunk: bool) -> tuple[str, object]:
+    """Residuals of a model that is signed here, and in a fork: both after a backward pass that knows of an accelerator.
+
+    On such machines torch runs no backward pass in a fork, so the proofs about layers must not need one.
+    """
+    base, experts = subjects.bert(subjects.make_tokenizer())
+    config = RetexConfig(rank="full", feature_layer=0, shared_trunk=shared_trunk)
+    model = RetexModel.from_experts(base, experts, config, progress=False)
+    width = base.config.hidden_size
+    tokens = torch.arange(width * width).view(width, width) % base.config.vocab_size  # as long as the layers are wide
+    references = {task: [{"input_ids": tokens.roll(row, 1)}] for row, task in enumerate(TASKS)}
+
+    def signed() -> str:
+        model.fit_signatures(references, progress=False)
+        return fingerprint(model.identify(input_ids=tokens).residuals)
+
+    def differentiated() -> str:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with second_device.in_use():
+        differentiated()
+        assert "fork" in in_fork(differentiated)
+        forked = in_fork(signed)  # first: what is found out once is kept
+        return signed(), forked
+
+
+@needs_fork
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_a_fork_after_autograd_has_run_fits_signatures(shared_trunk):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        here, forked = pool.submit(signed_in_a_fork, shared_trunk).result(PATIENCE)
+    assert forked == here
 
 
 @needs_fork
