@@ -57,6 +57,17 @@ def parse_placement(device: Any, device_map: Any) -> Any:
     return device_map
 
 
+def one_device(device_map: Any) -> torch.device:
+    """Return the one device that a `device_map` puts a model on: accelerate spreads models of transformers only."""
+    if isinstance(device_map, Mapping) and list(device_map) == [""]:
+        device_map = device_map[""]
+    if isinstance(device_map, Mapping) or device_map in (*SPREAD, "disk"):
+        raise ConfigError(
+            f"this model goes to one device, not where device_map={brief(device_map)} says: give device=."
+        )
+    return CPU if device_map is None else torch.device(device_map)
+
+
 def device_of(*models: Any) -> torch.device:
     """Where the first parameter of the first module lies; the CPU for what is no module, or offloaded."""
     modules = (model for model in models if isinstance(model, nn.Module))

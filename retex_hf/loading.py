@@ -34,6 +34,7 @@ from .description import (
     read_description,
     read_manifest,
 )
+from .devices import one_device
 from .errors import ArtifactError, CheckpointError, brief, shorten
 from .execution import beside_own
 from .folder_files import FolderFiles
@@ -214,9 +215,13 @@ def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_op
     try:
         weights = files.weights(library.WEIGHTS_STEM)
         # Weights in memory are used by nobody else; mapped ones would change with their file.
-        model = library.load(folder, weights, files=files, copy=not files.tensors, **load_options)
+        options = {"files": files, "copy": not files.tensors, **load_options}
         if library is hf_transformers:
+            model = library.load(folder, weights, **options)
             sentence_modules.attach(model, sentence_modules.read_modules(files))
+        else:
+            device = one_device(options.pop("device_map", None))
+            model = library.load(folder, weights, **options).to(device)
     except CheckpointError as error:
         raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
     return model.requires_grad_(False)

@@ -142,8 +142,8 @@ def test_without_the_function_it_says_what_to_give(built, tmp_path: Path):
         RetexModel.from_pretrained(tmp_path / "net", make_model=Net())
     with pytest.raises(ConfigError, match=r"must make an nn\.Module, not a int"):
         RetexModel.from_pretrained(tmp_path / "net", make_model=lambda: 3)
-    with pytest.raises(ArtifactError, match="loaded without 'device_map'"):
-        RetexModel.from_pretrained(tmp_path / "net", make_model=Net, device_map="cpu")
+    with pytest.raises(ArtifactError, match="loaded without 'offload_folder'"):
+        RetexModel.from_pretrained(tmp_path / "net", make_model=Net, offload_folder="there")
 
 
 def test_experts_as_state_dicts_and_files(base: Net, tmp_path: Path):

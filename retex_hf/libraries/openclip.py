@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import Source, TensorInfo
-from ..devices import SPREAD
 from ..errors import CheckpointError, RetexError, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
 from .alike import check_alike, structure_difference
@@ -55,7 +54,6 @@ def load(
     copy: bool = True,
     strict: bool = True,
     dtype: torch.dtype | None = None,
-    device_map: Any = None,
     **options: Any,
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the model it describes, and remember its configuration.
@@ -64,7 +62,6 @@ def load(
     """
     if options:
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
-    device = _one_device(device_map)
     config = vetted_config(folder, files)
     model = _create(folder, config)
     aligned, unexpected = align(model, source)
@@ -77,22 +74,12 @@ def load(
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(f"{folder} does not load as an OpenCLIP model: {reason}") from error
     setattr(model, CONFIG_ATTRIBUTE, config)
-    model = model if device is None else model.to(device)
     return model if dtype is None else model.to(dtype)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model in place."""
     model.to(dtype)
-
-
-def _one_device(device_map: Any) -> Any:
-    """The device that a `device_map` of one entry names; None where there is no map."""
-    if isinstance(device_map, dict) and list(device_map) == [""]:
-        return device_map[""]
-    if isinstance(device_map, dict) or device_map in SPREAD:
-        raise CheckpointError(f"an OpenCLIP model goes to one device, not where device_map={device_map!r} says.")
-    return device_map
 
 
 def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 import pytest
+import timm
 import torch
 import transformers as tf
 from families import FAMILIES, ROWS, TEXT, tokens
@@ -241,6 +242,25 @@ def test_an_open_clip_model_goes_to_one_device(tmp_path):
     torch.testing.assert_close(found.cpu(), model.encode_image(image, task=["red", "blue"]), **CLOSE)
     with pytest.raises(RetexError, match="goes to one device"):
         RetexModel.from_pretrained(tmp_path / "artifact", device_map="auto")
+
+
+@pytest.mark.parametrize("kind", ["module", "timm"])
+def test_other_models_go_to_one_device(kind, tmp_path):
+    if kind == "timm":
+        base, image = timm.create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
+    else:
+        base, image = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)), torch.randn(2, 4)
+    model, _ = build_from(base.eval(), make_experts(base), rank=2)
+    model.save_pretrained(tmp_path / "artifact")
+    options = {} if kind == "timm" else {"make_model": lambda: deepcopy(base)}
+    expected = model(image, task=["red", "blue"])
+    for placement in ({"device": DEVICE}, {"device_map": {"": DEVICE}}):
+        loaded = RetexModel.from_pretrained(tmp_path / "artifact", **placement, **options)
+        assert on_second(loaded)
+        torch.testing.assert_close(loaded(to_second(image), task=["red", "blue"]).cpu(), expected, **CLOSE)
+    for spread in ("auto", {"0": "cpu", "1": str(DEVICE)}):
+        with pytest.raises(ConfigError, match="goes to one device"):
+            RetexModel.from_pretrained(tmp_path / "artifact", device_map=spread, **options)
 
 
 @pytest.mark.parametrize("affine", [False, True], ids=["offset", "affine"])
