@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +44,7 @@ from .libraries import LIBRARIES, hf_transformers, library_of, modules, sentence
 from .merged import resize_tensors
 from .parts import RetexParts
 from .reading import check_links, parse_json, parse_yaml, read_file
+from .recipe import cast_when_loaded
 from .recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
 from .recovery.storage import stored_parts
 from .routing import Signatures, WeightSignatures
@@ -79,10 +82,21 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
         if _generation(folder) == before:
             heads = {task: beside_own(model, head) for task, head in parts.heads.items()}
             rows = {task: beside_own(model, own) for task, own in parts.rows.items()}
-            return dataclasses.replace(parts, model=model, heads=heads, rows=rows)
+            recipe = _recipe_of(parts, files.weights(library.WEIGHTS_STEM), load_options.get("dtype"))
+            return dataclasses.replace(parts, model=model, heads=heads, rows=rows, recipe=recipe)
     raise ArtifactError(
         f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer saved."
     )
+
+
+def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> dict[str, Any] | None:
+    """Return the recipe of what is loaded, which does not tell of another dtype than that of most stored numbers."""
+    numbers: Counter[torch.dtype] = Counter()
+    for info in stored.infos.values():
+        if info.dtype.is_floating_point:
+            numbers[info.dtype] += prod(info.shape)
+    asked = isinstance(dtype, torch.dtype) and bool(numbers)
+    return cast_when_loaded(parts.recipe, dtype) if asked and numbers.most_common(1)[0][0] != dtype else parts.recipe
 
 
 def _generation(folder: Path) -> tuple[int, int] | None:

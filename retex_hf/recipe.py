@@ -285,9 +285,27 @@ def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
 
     Earlier signatures stay in it: tasks that were added since have joined them.
     """
+    return _unrecorded(recipe, SIGNED_IN_MEMORY)
+
+
+def cast_when_loaded(recipe: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The recipe of a model that was loaded in another dtype than it is stored in, and may be saved so.
+
+    >>> import torch
+    >>> from retex_hf.recipe import cast_when_loaded
+    >>> cast_when_loaded({"base": "org/base"}, torch.float16)
+    {'base': 'org/base', 'unrecorded': ['cast the merged model to float16']}
+    """
+    return _unrecorded(recipe, f"cast the merged model to {str(dtype).removeprefix('torch.')}")
+
+
+def _unrecorded(recipe: dict[str, Any] | None, what: str) -> dict[str, Any] | None:
     if recipe is None:
         return None
-    return recipe | {"unrecorded": sorted({*recipe.get("unrecorded", []), SIGNED_IN_MEMORY})}
+    known = recipe.get("unrecorded", [])
+    if not isinstance(known, list) or not all(isinstance(entry, str) for entry in known):
+        raise ConfigError(f"'unrecorded' of the artifact's recipe must be a list of texts, not {brief(known)}.")
+    return recipe | {"unrecorded": sorted({*known, what})}
 
 
 @contextmanager

@@ -85,12 +85,14 @@ class DeviceOptions(Options):
         device: The device that computes, such as cuda, cuda:1 or mps; auto is an accelerator, if there is one. Default:
             the CPU.
         device_map: Spread the model as transformers does: auto, or {module: device, ...}. Instead of --device.
+        offload_folder: Where to keep what --device-map leaves on the disk.
         dtype: Hold and run the model in float32, bfloat16 or float16; what is then saved whole is in it too. Default:
             auto, as it is stored.
     """
 
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
+    offload_folder: Path | None = None
     dtype: str | None = None
 
     @classmethod
@@ -103,7 +105,8 @@ class DeviceOptions(Options):
     @property
     def model_options(self) -> dict[str, Any]:
         """What `RetexModel.from_pretrained` is told of this."""
-        return {"device": self.device, "device_map": self.device_map, "dtype": self.dtype}
+        given = {"device": self.device, "device_map": self.device_map, "dtype": self.dtype}
+        return given if self.offload_folder is None else {**given, "offload_folder": str(self.offload_folder)}
 
 
 def add_fields(group: Any, cls: type, left_out: typing.Collection[str] = ()) -> None:

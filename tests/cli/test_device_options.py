@@ -85,6 +85,25 @@ def test_tasks_are_added_signed_evaluated_and_exported_on_a_device(folders, buil
     assert RetexModel.from_pretrained(three).dtype == torch.bfloat16
 
 
+def test_what_is_loaded_in_another_dtype_and_saved_says_so(built, tmp_path):
+    assert "unrecorded" not in RetexModel.from_pretrained(built, dtype="bfloat16").recipe
+    model = RetexModel.from_pretrained(built, dtype="float16")
+    model.save_pretrained(tmp_path / "half")
+    again = RetexModel.from_pretrained(tmp_path / "half")
+    assert again.dtype == torch.float16
+    assert again.recipe["unrecorded"] == ["cast the merged model to float16"]
+
+
+def test_layers_on_the_disk(built, tmp_path, capsys):
+    places = "{bert.embeddings: cpu, bert.encoder: disk, bert.pooler: disk, dropout: cpu, classifier: cpu}"
+    records = []
+    for options in ([], ["--device-map", places, "--offload-folder", str(tmp_path / "off")]):
+        assert main(["predict", str(built), *TEXTS, *options]) == 0
+        records.append([json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()])
+    assert records[0] == records[1]
+    assert list((tmp_path / "off").iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
