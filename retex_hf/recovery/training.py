@@ -35,6 +35,7 @@ from .shapes import MATRIX, Layout
 from .solver import solve_all
 from .targets import Targets
 
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
 MOST_DRAWS = 65_536  # of task weights in a step, all of which are held
@@ -169,8 +170,11 @@ def train(
     if not layouts:
         return recovery  # no expert differs from the merge
     whole = deepcopy(recovery).to("meta")  # the module's form, for when its parameters are sharded
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if accelerator.distributed_type in SHARDED:
         _give_axes(recovery)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # It clips by itself, at 1 unless its configuration says otherwise, and ignores the call below.
+        accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = training.max_grad_norm or 0.0
     loss_module = RecoveryLoss(recovery, targets, training)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
@@ -280,7 +284,7 @@ def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
 
 
 def _give_axes(recovery: RecoveryModule) -> None:
-    """Make vectors of one number of parameters without axes: FSDP2 shards along the first axis, and refuses those."""
+    """Make vectors of one number of parameters without axes, which FSDP2 and DeepSpeed refuse."""
     for module in recovery.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 0:
@@ -293,7 +297,7 @@ def _gathered(accelerator: Accelerator, loss_module: nn.Module, whole: RecoveryM
         state = {name: _brought_together(tensor) for name, tensor in loss_module.state_dict().items()}
     else:
         state = accelerator.get_state_dict(loss_module)
-        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if accelerator.distributed_type in SHARDED:
             state = broadcast_object_list([state if accelerator.is_main_process else None])[0]
     own = {name.removeprefix("recovery."): tensor.detach().cpu() for name, tensor in state.items()}
     shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}

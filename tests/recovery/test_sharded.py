@@ -1,4 +1,4 @@
-"""FSDP2 in real processes: parameters, gradients and Adam's state are sharded, the result is that of one process."""
+"""FSDP2 and DeepSpeed in real processes: parameters, gradients and Adam's state are sharded, as one process trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from sharded_worker import CONFIG, TRAINING
 from retex_hf import RetexConfig, RetexModel, TrainingConfig
 
 
-def test_two_sharding_processes_give_the_losses_of_one(tmp_path):
+@pytest.mark.parametrize(("kind", "max_grad_norm"), [("fsdp", None), ("deepspeed", None), ("deepspeed", 0.5)])
+def test_two_sharding_processes_give_the_losses_of_one(kind, max_grad_norm, tmp_path):
+    if kind == "deepspeed":
+        pytest.importorskip("deepspeed", reason="DeepSpeed compiles its own code: installed by hand")
     torch.manual_seed(0)
     models = make_encoders(tmp_path)
     worker = Path(__file__).with_name("sharded_worker.py")
@@ -25,7 +28,11 @@ def test_two_sharding_processes_give_the_losses_of_one(tmp_path):
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [*launch, str(worker), str(models), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        [*launch, str(worker), kind, json.dumps(max_grad_norm), str(models), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     alone = RetexModel.from_experts(
@@ -33,7 +40,7 @@ def test_two_sharding_processes_give_the_losses_of_one(tmp_path):
         {task: models / task for task in ("red", "green", "blue")},
         RetexConfig(**CONFIG),
         solver="adam",
-        training=TrainingConfig(**TRAINING),
+        training=TrainingConfig(**TRAINING, max_grad_norm=max_grad_norm),
         device="cpu",
         progress=False,
     )
