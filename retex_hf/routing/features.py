@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -43,6 +43,10 @@ NOT_INPUT_PREFIXES = ("output_", "decoder_")
 MAIN_INPUT_ALIASES = ("inputs", "image", "images")
 # Inputs that mean nothing alone.
 ACCOMPANIMENT = frozenset({"attention_mask", "position_ids", "token_type_ids"})
+
+
+# Where a model drops positions by their content and pads the rest, what a row gives depends on the rows beside it.
+UNEVEN = "gives other numbers of positions to other rows of the same size"
 
 
 class _FeaturesReady(Exception):
@@ -102,7 +106,7 @@ class FeatureExtractor:
         layers: list[str],
         pooling: str,
         recorded: Iterable[str] = (),
-        known: dict[Any, Layouts] | None = None,
+        known: dict[Any, Any] | None = None,
     ) -> None:
         self.model, self.layers, self.pooling = model, layers, pooling
         self.entry = Entry(model)
@@ -130,11 +134,16 @@ class FeatureExtractor:
         layouts = self._found(kwargs, rows, given)
         collected = self.collect(self.entry, kwargs)
         reading, features = given[layouts.proof.reading], {}
+        sizes = _sizes_of_rows(kwargs, rows)
         for layer in self.layers:
             layout = layouts.of_layers[layer]
             if isinstance(layout, str):
                 raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {layout}.")
             hidden = first_tensor(collected[layer])[1].float()
+            if sizes is not None and isinstance(layout.rows, Along):
+                form = _form_of_row(hidden, layout)
+                if self._known.setdefault(("form", layer, sizes), form) != form:
+                    raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {UNEVEN}.")
             mask = kwargs.get("attention_mask")
             features[layer] = pool_rows(hidden, layout, reading, rows, mask, self.pooling)
         return Recorded(features, collected, layouts.proof, reading, rows)
@@ -235,7 +244,18 @@ class FeatureExtractor:
         proof = prove(call, split, given, rows, parts)
         some = split(given[proof.reading], torch.arange(min(rows, 2)))
         outputs = call(some)
-        return Layouts(proof, {layer: self._layout(layer, outputs, proof, some) for layer in self.layers})
+        found = {layer: self._layout(layer, outputs, proof, some) for layer in self.layers}
+        if rows > 2 and _sizes_of_rows(kwargs, rows) is not None:
+            whole = call(kwargs)
+            uneven = [
+                layer
+                for layer, layout in found.items()
+                if isinstance(layout, Layout)
+                and isinstance(layout.rows, Along)
+                and len({_form_of_row(first_tensor(each[layer])[1], layout) for each in (outputs, whole)}) > 1
+            ]
+            found |= dict.fromkeys(uneven, UNEVEN)
+        return Layouts(proof, found)
 
     def _layout(self, layer: str, outputs: Mapping[str, Any], proof: Proof, some: Mapping[str, Any]) -> Layout | str:
         if layer not in outputs:
@@ -287,6 +307,19 @@ def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
     current.collected[name] = output
     if all(layer in current.collected for layer in current.layers):
         raise _FeaturesReady("the forward pass was stopped at the feature layer")
+
+
+def _sizes_of_rows(kwargs: Mapping[str, Any], rows: int) -> Hashable | None:
+    """The sizes of what a row has, where all rows have the same: other rows of these sizes must be treated alike."""
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim > 0}
+    if any(len(value) != rows for value in tensors.values()):
+        return None
+    return frozenset((name, value.shape[1:]) for name, value in tensors.items())
+
+
+def _form_of_row(hidden: Tensor, layout: Layout) -> tuple[int, ...]:
+    """The shape of what a layer gives for one row, or each of the several entries that it has for one."""
+    return tuple(size for axis, size in enumerate(hidden.shape) if axis != layout.rows.axis)
 
 
 def ordinary(value: Any) -> Any:

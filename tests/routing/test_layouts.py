@@ -11,6 +11,7 @@ import transformers as tf
 from families import VOCAB
 from torch import Tensor, nn
 
+from retex_hf import ConfigError
 from retex_hf.execution import copy_with
 from retex_hf.libraries import hf_transformers
 from retex_hf.routing import FeatureExtractor, block_lists, trying
@@ -132,6 +133,39 @@ def test_a_parameter_that_moves_everything_tells_nothing():
         return given * parameters.get("mix", mixing).sum()
 
     assert axis_by_change(hidden_of, {"mix": mixing}, [1, 2]) is None
+
+
+class Dropping(nn.Module):
+    """Keeps positions above a threshold, pads with zeros: what a row gives depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [row[row[:, 0] > 0] for row in x]
+        return self.second(self.first(nn.utils.rnn.pad_sequence(kept, batch_first=True)))
+
+
+def rows_with(*counts: int) -> Tensor:
+    """Rows of five positions, of which so many are kept."""
+    x = torch.randn(len(counts), 5, 4)
+    x[:, :, 0] = torch.where(torch.arange(5) < torch.tensor(counts)[:, None], 1.0, -1.0)
+    return x
+
+
+def test_positions_that_depend_on_the_content_are_refused():
+    model = Dropping().eval()
+
+    def extractor() -> FeatureExtractor:
+        return FeatureExtractor(copy_with(model, {}), ["first"], "mean")
+
+    with pytest.raises(ConfigError, match="gives other numbers of positions to other rows of the same size"):
+        extractor()({"x": rows_with(2, 2, 4)})
+    seen_before = extractor()
+    seen_before({"x": rows_with(2, 2, 2)})
+    with pytest.raises(ConfigError, match="gives other numbers of positions to other rows of the same size"):
+        seen_before({"x": rows_with(3, 3)})
 
 
 def detr() -> tf.DetrForObjectDetection:
