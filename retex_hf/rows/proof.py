@@ -133,7 +133,7 @@ def prove(
     """
     # Positions in what runs together.
     together = torch.arange(2) % rows if parts is None else torch.arange(rows)
-    alone = [torch.arange(1)] if parts is None else parts
+    alone = list(torch.arange(min(rows, 2)).split(1)) if parts is None else parts
     best: Proof | None = None
     problem = ""
     for name, reading in given.items():
