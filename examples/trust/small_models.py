@@ -191,8 +191,9 @@ def small_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
 def randomise(model: nn.Module, seed: int, scale: float) -> nn.Module:
     """Move every parameter by as much as matters, in place: what a layer adds must show in what comes out."""
     draw = torch.Generator().manual_seed(seed)
+    computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # whenever the model is loaded
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or "inv_freq" in name:
+        if not parameter.is_floating_point() or "inv_freq" in name or name in computed:
             continue
         size = math.prod(parameter.shape[1:]) ** -0.5 if parameter.ndim > 1 and parameter.numel() else 0.15
         noise = torch.randn(parameter.shape, generator=draw) * scale * size

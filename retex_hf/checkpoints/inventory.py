@@ -25,7 +25,8 @@ class Inventory:
 def take_inventory(model: nn.Module) -> Inventory:
     """List the tensors of a model; tied tensors appear once, under the name that the model ties the others to."""
     groups: dict[int, list[str]] = {}
-    tensors = model.state_dict(keep_vars=True)
+    constants = computed_names(model)
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in constants}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor), []).append(name)
     # transformers keeps {tied name: name it is tied to}.
@@ -47,6 +48,11 @@ def take_inventory(model: nn.Module) -> Inventory:
         frozenset(_convolutions(model, shapes)),
         frozenset(set(shapes) - parameters),
     )
+
+
+def computed_names(model: nn.Module) -> frozenset[str]:
+    """Parameters that a class of transformers computes, and keeps out of files: the positions of MarianMT."""
+    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def _convolutions(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> set[str]:

@@ -416,7 +416,7 @@ def _of_forward(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[
     """The arguments of `generate` that are inputs of `forward`, and the token that a decoder begins with."""
     accepted = inspect.signature(model.forward).parameters
     given = {name: value for name, value in kwargs.items() if name in accepted}
-    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+    if "decoder_input_ids" in accepted:
         first = getattr(model.config, "decoder_start_token_id", None) or 0
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         given.setdefault("decoder_input_ids", torch.full((rows, 1), first, device=device))

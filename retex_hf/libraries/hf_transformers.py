@@ -32,7 +32,7 @@ from transformers.utils.generic import is_timm_config_dict
 
 from ..checkpoints.adapters import ADAPTER_CONFIG, AdapterSource
 from ..checkpoints.gguf_files import GgufSource
-from ..checkpoints.inventory import Inventory
+from ..checkpoints.inventory import Inventory, computed_names
 from ..checkpoints.sources import MemorySource, Source, TensorInfo
 from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from ..folder_files import FolderFiles, private_copy
@@ -339,7 +339,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 def saved_names(model: PreTrainedModel) -> list[str]:
     """Names of the tensors that `save` writes, as the model has them: tied ones once, constants not at all."""
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = computed_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     return list(remove_tied_weights_from_state_dict(tensors, model))
 
@@ -416,9 +416,27 @@ def align(
                     f"but the model has {tuple(known[name].shape)}."
                 )
             aligned[name] = (info, lambda name=name, convert=convert: convert(source.read)[name])
+    for name in computed_names(model) & aligned.keys():
+        _check_constant(model, name, source.label, aligned.pop(name)[1]())
     unexpected = [key for key in unexpected if key not in source.optional]
     ignored = [CONSTANTS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return aligned, [key for key in unexpected if not any(pattern.search(key) for pattern in ignored)]
+
+
+def _check_constant(model: PreTrainedModel, name: str, label: str, found: Tensor) -> None:
+    """Refuse other numbers than those that the class computes whenever it is loaded."""
+    path, _, own = name.rpartition(".")
+    module = deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+    for tensor in (module, *module.parameters()):
+        tensor._is_hf_initialized = False
+    with torch.no_grad():
+        model._init_weights(module)
+    expected = getattr(module, own).detach()
+    same = found.shape == expected.shape and torch.allclose(found.float().cpu(), expected.float(), atol=1e-2)
+    if not same:
+        raise CheckpointError(
+            f"{label}: {name!r} is computed by {type(model).__name__} and kept in no file, but has other numbers here."
+        )
 
 
 def _convert(

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ..checkpoints.inventory import computed_names
 from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, brief, shorten
 
@@ -152,7 +153,8 @@ def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[s
         if info.dtype.is_floating_point != expected.dtype.is_floating_point:
             raise CheckpointError(f"{source.label}: tensor {name!r} has dtype {info.dtype}, not {expected.dtype}.")
     there = {id(tensors[name]) for name in infos}  # tied tensors are one
-    missing = [name for name, _ in model.named_parameters() if id(tensors.get(name)) not in there]
+    wanted = [name for name, _ in model.named_parameters() if name not in computed_names(model)]
+    missing = [name for name in wanted if id(tensors.get(name)) not in there]
     if missing:
         raise CheckpointError(
             f"{source.label} lacks {len(missing)} tensor(s) that {path.name} asks for: {shorten(missing)}."

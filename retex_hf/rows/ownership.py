@@ -203,12 +203,16 @@ def _by_grid(tensors: Mapping[str, Tensor]) -> dict[str, Owned]:
 
 
 def _placeholder(model: nn.Module, kind: str) -> int | None:
-    """The token that keeps the place of an image, a video or a sound in a text."""
-    config = getattr(model, "config", None)
-    for pattern in PLACEHOLDERS:
-        value = getattr(config, pattern.format(kind), None)
-        if isinstance(value, int):
-            return value
+    """The token that keeps the place of an image, a video or a sound in a text: in the model's configuration, or in
+    one within it (ColPali has that of a whole vision-language model)."""
+    waiting = [getattr(model, "config", None)]
+    while waiting:
+        config = waiting.pop(0)
+        for pattern in PLACEHOLDERS:
+            value = getattr(config, pattern.format(kind), None)
+            if isinstance(value, int):
+                return value
+        waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     return None
 
 
