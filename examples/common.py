@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 from transformers.utils import logging
 
 from retex_hf import RetexModel
+from retex_hf.baselines.retex import Retex
+from retex_hf.data.readout import Classifier
 from retex_hf.evaluation import Collate, Material, TaskData
 from retex_hf.evaluation import evaluate as evaluate_method
-from retex_hf.evaluation.retex import Retex
-from retex_hf.readout import Classifier
 
 DATA = Path(__file__).resolve().parent / "data"
 SECONDS = "seconds.json"

@@ -22,15 +22,15 @@ from accelerate import Accelerator
 from common import quiet
 
 from retex_hf import RetexError, RetexModel
-from retex_hf.analysis import analyse
+from retex_hf.artifact.plots import save_figures
+from retex_hf.artifact.recipe import Recipe
 from retex_hf.cli.build import BuildOptions
 from retex_hf.cli.options import Parser
 from retex_hf.evaluation import load_task
-from retex_hf.evaluation.artifact import evaluate_model
-from retex_hf.making import make
-from retex_hf.plots import save_figures
-from retex_hf.predictor import Predictor, preprocessor_of
-from retex_hf.recipe import Recipe
+from retex_hf.workflows.analysis import analyse
+from retex_hf.workflows.evaluation import evaluate_model
+from retex_hf.workflows.from_recipe import make
+from retex_hf.workflows.predictor import Predictor, preprocessor_of
 
 
 @dataclasses.dataclass

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         WriteError,
     )
     from .merging import merge_methods, register_merge
-    from .model import RetexModel
+    from .model.retex_model import RetexModel
     from .recovery import TrainingConfig
     from .routing import Routing
-    from .verification import Verification, verify
+    from .workflows.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -45,13 +45,13 @@ __all__ = [
 ]
 _HOMES = {
     "RetexConfig": "config",
-    "RetexModel": "model",
+    "RetexModel": "model.retex_model",
     "Routing": "routing",
     "TrainingConfig": "recovery",
-    "Verification": "verification",
+    "Verification": "workflows.verification",
     "merge_methods": "merging",
     "register_merge": "merging",
-    "verify": "verification",
+    "verify": "workflows.verification",
 }
 
 

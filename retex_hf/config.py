@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, brief
-from .folders import check_target
-from .paths import as_path
-from .printing import visible
-from .reading import read_json
-from .writing import whole_file
+from .utils.atomic_file import whole_file
+from .utils.atomic_folder import check_target
+from .utils.paths import as_path
+from .utils.strict_files import read_json
+from .utils.terminal import visible
 
 CONFIG_NAME = "retex_config.json"
 

@@ -181,14 +181,15 @@ def rule(**values: Any) -> Iterator[None]:
 def in_use() -> Iterator[None]:
     """Within this context modules move to the second device as they move to a GPU: parameters keep their identity, and
     so their ties; and its tensors count as plain numbers, though their class is not torch's own."""
-    from retex_hf import execution, lora
-    from retex_hf.execution import choice, experts
+    from retex_hf import execution
+    from retex_hf.execution import choice, expert_cache
     from retex_hf.execution.mixed import model
+    from retex_hf.model.export import lora
 
     def is_plain(tensor: Tensor) -> bool:
         return plain(tensor.raw) if isinstance(tensor, SecondTensor) else plain(tensor)
 
-    plain, modules = experts.is_plain, (execution, choice, experts, model, lora.export)
+    plain, modules = expert_cache.is_plain, (execution, choice, expert_cache, model, lora.export)
     swapping = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     for module in modules:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from retex_hf import CheckpointError, RetexConfig, RetexError, RetexModel, TaskError
-from retex_hf.analysis import Analysis, analyse, average_ratios, energy_ratio, error_against_storage
 from retex_hf.recovery import Layout, Spectrum, plan_layout
+from retex_hf.workflows.analysis import Analysis, analyse, average_ratios, energy_ratio, error_against_storage
 
 
 def differences(model: RetexModel, experts: dict[str, nn.Module], name: str) -> list[Tensor]:

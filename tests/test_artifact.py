@@ -21,7 +21,9 @@ from transformers import (
 )
 from trust.mutations import reseal
 
-from retex_hf import ArtifactError, RetexConfig, RetexModel, artifact, folders
+from retex_hf import ArtifactError, RetexConfig, RetexModel
+from retex_hf.artifact import writing
+from retex_hf.utils import atomic_folder
 
 WIDTHS = {"red": 2, "green": 5, "blue": 3}
 
@@ -150,7 +152,7 @@ def test_saving_keeps_what_is_not_ours(model, folder):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(artifact, "save_torch_state_dict"), (artifact, "_save"), (folders, "keep_files")],
+    [(writing, "save_torch_state_dict"), (writing, "_save"), (atomic_folder, "keep_files")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_failed_save_leaves_the_previous_artifact_and_no_litter(model, folder, monkeypatch, module, stage):

@@ -22,10 +22,10 @@ from torch import nn
 
 import retex_hf
 from retex_hf import ArtifactError, RetexConfig, RetexModel
-from retex_hf.card import FIGURES, write_card
-from retex_hf.card import sections as card_sections
-from retex_hf.card.sections import digest, find_sections, replace_sections
-from retex_hf.card.text import plain
+from retex_hf.artifact.card import FIGURES, write_card
+from retex_hf.artifact.card import sections as card_sections
+from retex_hf.artifact.card.sections import digest, find_sections, replace_sections
+from retex_hf.artifact.card.text import plain
 from retex_hf.evaluation import Report
 from retex_hf.evaluation.run import Evaluation, TaskScore
 
@@ -515,7 +515,7 @@ def test_the_template_comes_with_the_package():
     root = Path(retex_hf.__file__).parents[1]
     template = Path(retex_hf.__file__).parent / "card" / "model_card_template.md"
     assert (root / "model_card_template.md").resolve() == template.resolve()
-    assert f'"retex_hf.card" = ["{template.name}"]' in (root / "pyproject.toml").read_text()
+    assert f'"retex_hf.artifact.card" = ["{template.name}"]' in (root / "pyproject.toml").read_text()
 
 
 ODD_VALUES = [

@@ -19,7 +19,7 @@ from PIL import Image
 from signed import WORDS, make_tokenizer, references, separate, signed_classifier
 
 from retex_hf import RetexConfig, RetexModel
-from retex_hf.analysis import energy_ratio
+from retex_hf.artifact.preprocess import Preprocessor, load_preprocessor
 from retex_hf.demo import inputs as demo_inputs
 from retex_hf.demo import launch, make_demo
 from retex_hf.demo.cards import Call, bar_lengths, call_html, card_html
@@ -33,10 +33,10 @@ from retex_hf.demo.overview import (
     overview_html,
 )
 from retex_hf.demo.page import _choices, _handler, answer, launch_options
-from retex_hf.energy import recovered_energy
 from retex_hf.errors import InputError, RetexError
-from retex_hf.predictor import Answer, Predictor
-from retex_hf.preprocess import Preprocessor, load_preprocessor
+from retex_hf.workflows.analysis import energy_ratio
+from retex_hf.workflows.energy import recovered_energy
+from retex_hf.workflows.predictor import Answer, Predictor
 
 EVIL = "<script>alert(1)</script> & \"quotes\" 'too'"
 

@@ -22,9 +22,9 @@ from PIL import Image
 from signed import make_tokenizer, signed_classifier
 
 from retex_hf import RetexConfig, RetexModel
+from retex_hf.artifact.preprocess import Preprocessor, load_preprocessor
 from retex_hf.demo import make_demo
 from retex_hf.demo.page import launch_options
-from retex_hf.preprocess import Preprocessor, load_preprocessor
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

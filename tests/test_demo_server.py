@@ -21,12 +21,12 @@ from trust.bombs import pixel_bomb, plain, scans
 from trust.uploads import ANSWERED, REFUSED, Page, image_model, listener
 
 from retex_hf import RetexModel
+from retex_hf.artifact.preprocess import Preprocessor, load_preprocessor
 from retex_hf.demo import guard, inputs, make_demo, uploads
 from retex_hf.demo.page import launch_options
 from retex_hf.demo.turns import MOST_WAITING, Busy, Turns
 from retex_hf.demo.uploads import Uploads
 from retex_hf.errors import InputError
-from retex_hf.preprocess import Preprocessor, load_preprocessor
 
 JOIN = "/gradio_api/queue/join"
 

@@ -11,7 +11,7 @@ from families import FAMILIES, ROWS, Family
 from helpers import TASKS, assert_same, leaves, make_experts
 from torch import nn
 
-import retex_hf.libraries as libraries
+import retex_hf.backends as libraries
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.checkpoints import take_inventory
 

@@ -18,7 +18,7 @@ from local_hub import LocalHub
 from transformers import AutoModel, BertConfig, BertModel
 
 from retex_hf import ArtifactError, ConfigError, HubError, RetexConfig, RetexModel
-from retex_hf import hub as retex_hub
+from retex_hf.artifact import hub as retex_hub
 
 REPO = "org/retex-bert"
 
@@ -44,7 +44,7 @@ def make_model(rank: int = 3, base: BertModel | None = None) -> RetexModel:
 @pytest.fixture
 def quick(monkeypatch):
     """Cards without their figures, which take most of the time of a push."""
-    monkeypatch.setattr("retex_hf.card.writing.DRAWN", {})
+    monkeypatch.setattr("retex_hf.artifact.card.writing.DRAWN", {})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image, ImageOps
 from trust.bombs import FORMATS, lying, pixel_bomb, plain, tagged
 
-from retex_hf import images
 from retex_hf.errors import InputError
-from retex_hf.images import TooManyPixels, TooSlow, Unreadable, read_image
+from retex_hf.utils import images
+from retex_hf.utils.images import TooManyPixels, TooSlow, Unreadable, read_image
 
 NOISE = np.random.default_rng(0).integers(0, 256, (23, 31, 4), dtype=np.uint8)
 

@@ -17,10 +17,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
-import retex_hf.lora.export
+import retex_hf.model.export.lora.export
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.errors import ArtifactError, ConfigError, RetexError, TaskError
-from retex_hf.lora import LoraExport
+from retex_hf.model.export.lora import LoraExport
 
 # The ways peft can run in one batch: all but norms, positions and what has no module of its own.
 IN_BATCHES = ["*LayerNorm*", "*layer_norm*", "*ln_*", "*position_embeddings*", "*token_type*", "*relative_*", "*wpe*"]
@@ -423,7 +423,7 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(retex_hf.lora.export, "save_file", fail)
+        patch.setattr(retex_hf.model.export.lora.export, "save_file", fail)
         with pytest.raises(OSError, match="disk full"):
             model.export_lora("green", tmp_path / "red")
     assert (tmp_path / "red" / "adapter_model.safetensors").read_bytes() == before

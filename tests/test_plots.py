@@ -16,8 +16,7 @@ from PIL import Image
 from transformers import BertConfig, BertModel
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
-from retex_hf.analysis import StoragePoint, analyse
-from retex_hf.plots import (
+from retex_hf.artifact.plots import (
     layer_type,
     plot_energy_ratios,
     plot_errors,
@@ -26,6 +25,7 @@ from retex_hf.plots import (
     plot_storage,
     save_figures,
 )
+from retex_hf.workflows.analysis import StoragePoint, analyse
 
 
 def make_records(count: int, gammas: bool = False, factor: float = 0.5) -> list[dict]:

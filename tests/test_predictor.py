@@ -15,8 +15,8 @@ from PIL import Image
 from signed import WORDS, make_tokenizer, separate, signed_classifier
 
 from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
-from retex_hf.predictor import Predictor, preprocessor_of
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.workflows.predictor import Predictor, preprocessor_of
 
 TEXTS = ["rose ruby", "sky sea denim", "moss fern lime jade", "wine"]
 OWN = ["red", "blue", "green", "red"]

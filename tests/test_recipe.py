@@ -11,8 +11,7 @@ from classifiers import make_encoders
 from transformers import BertModel
 
 from retex_hf import ConfigError, RetexConfig, RetexModel, TrainingConfig
-from retex_hf.making import differences, make
-from retex_hf.recipe import (
+from retex_hf.artifact.recipe import (
     Recipe,
     describe_build,
     known_base,
@@ -21,6 +20,7 @@ from retex_hf.recipe import (
     last_references,
     same_threads,
 )
+from retex_hf.workflows.from_recipe import differences, make
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from helpers import build_retex
 from safetensors.torch import load_file
 from signed import signed_classifier
 
-from retex_hf.inspection import inspect_artifact
-from retex_hf.sizes import BODY, HEADS, RECOVERY, SIGNATURES, bytes_of, bytes_of_experts, sizes_of
+from retex_hf.artifact.sizes import BODY, HEADS, RECOVERY, SIGNATURES, bytes_of, bytes_of_experts, sizes_of
+from retex_hf.workflows.inspection import inspect_artifact
 
 
 def test_sizes_are_those_of_the_files_and_of_the_experts(tmp_path):

@@ -12,10 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from retex_hf import store
-from retex_hf.checkpoints import TensorInfo
+from retex_hf.checkpoints import TensorInfo, tensor_store
 from retex_hf.checkpoints.sources import SAFETENSORS_DTYPES, open_files, weight_files
-from retex_hf.store import FolderStore, create_file, data_offsets, encode_header, map_file
+from retex_hf.checkpoints.tensor_store import FolderStore, create_file, data_offsets, encode_header, map_file
 
 STEMS = {"model": ("model", 1000), "heads": ("retex_heads", None)}
 
@@ -125,8 +124,10 @@ def test_tensors_reach_the_disk_before_their_lines(tmp_path, monkeypatch):
     files = open_store(tmp_path)
     files.allocate("heads", {"a": TensorInfo((2,), torch.float32)})
     synced = []
-    monkeypatch.setattr(store.os, "fsync", lambda descriptor: synced.append((tmp_path / "journal-0.jsonl").exists()))
-    monkeypatch.setattr(store, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(
+        tensor_store.os, "fsync", lambda descriptor: synced.append((tmp_path / "journal-0.jsonl").exists())
+    )
+    monkeypatch.setattr(tensor_store, "SYNC_SECONDS", 0.0)
     files.record("Merging", '["a"]', True)
     assert synced == [False, True]
 
@@ -134,7 +135,7 @@ def test_tensors_reach_the_disk_before_their_lines(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_memory_and_files_give_the_same_tensors(tmp_path, dtype):
     infos = {"a": TensorInfo((2, 3), dtype), "b": TensorInfo((), dtype)}
-    for tensors in (store.MemoryStore().allocate("heads", infos), open_store(tmp_path).allocate("heads", infos)):
+    for tensors in (tensor_store.MemoryStore().allocate("heads", infos), open_store(tmp_path).allocate("heads", infos)):
         assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
             name: (info.shape, info.dtype) for name, info in infos.items()
         }

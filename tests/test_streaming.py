@@ -28,11 +28,13 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from retex_hf import ArtifactError, CheckpointError, ConfigError, RetexConfig, RetexModel, TrainingConfig, build, store
-from retex_hf.blueprint import prepare
-from retex_hf.folders import interrupted_build
-from retex_hf.libraries import library_of, openclip
+from retex_hf import ArtifactError, CheckpointError, ConfigError, RetexConfig, RetexModel, TrainingConfig
+from retex_hf.backends import library_of, openclip
+from retex_hf.build import build
+from retex_hf.build.plan import prepare
+from retex_hf.checkpoints import tensor_store
 from retex_hf.recovery import solver
+from retex_hf.utils.atomic_folder import interrupted_build
 
 
 def save_family(family: Family, folder: Path) -> tuple[Path, dict[str, Path]]:
@@ -319,7 +321,7 @@ def kill_build(folder: Path, target: Path, stage: str, count: int, config: dict)
 
 
 def _build_and_die(folder: Path, target: Path, stage: str, count: int, config: dict) -> None:
-    record, done = store.FolderStore.record, []
+    record, done = tensor_store.FolderStore.record, []
 
     def killing(self, name, key, facts):
         record(self, name, key, facts)
@@ -327,8 +329,8 @@ def _build_and_die(folder: Path, target: Path, stage: str, count: int, config: d
         if done.count(stage) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store.FolderStore.record = killing
-    store.SYNC_SECONDS = 0.0
+    tensor_store.FolderStore.record = killing
+    tensor_store.SYNC_SECONDS = 0.0
     experts = {task: folder / task for task in TASKS}
     build.build_folder(folder / "base", experts, RetexConfig(**config), target, progress=False)
 
@@ -337,13 +339,13 @@ def _build_and_die(folder: Path, target: Path, stage: str, count: int, config: d
 def recorded(monkeypatch) -> list[str]:
     """The stages of the pieces of work that are done from now on."""
     stages: list[str] = []
-    record = store.FolderStore.record
+    record = tensor_store.FolderStore.record
 
     def counting(self, stage, key, facts):
         stages.append(stage)
         record(self, stage, key, facts)
 
-    monkeypatch.setattr(store.FolderStore, "record", counting)
+    monkeypatch.setattr(tensor_store.FolderStore, "record", counting)
     return stages
 
 
@@ -393,7 +395,7 @@ def interrupt(monkeypatch, error: type[BaseException], after: int = 6) -> None:
             raise error("stop")
         return solve(*arguments)
 
-    monkeypatch.setattr(store, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(tensor_store, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(solver, "_solve_unit", failing)
 
 

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from retex_hf import ArtifactError, CheckpointError, InputError, RetexConfig, RetexError, RetexModel
+from retex_hf.artifact.sizes import HEADS, ROWS, sizes_of
+from retex_hf.checkpoints.tokenizer_files import task_tokenizer
 from retex_hf.execution.vocabulary_rows import with_all_rows
-from retex_hf.export import export_checkpoint
-from retex_hf.predictor import Predictor
-from retex_hf.side_files import task_tokenizer
-from retex_hf.sizes import HEADS, ROWS, sizes_of
+from retex_hf.model.export.checkpoint import export_checkpoint
+from retex_hf.workflows.predictor import Predictor
 
 FAMILIES = {
     "gpt2": lambda: tf.GPT2LMHeadModel(

@@ -61,7 +61,7 @@ def anonymous(process: int | str = "self") -> int:
 def build(folder: Path, rank: int) -> None:
     """The build itself; prints its share of the time, and the memory before it."""
     from retex_hf import RetexConfig
-    from retex_hf.build import build_folder
+    from retex_hf.build.build import build_folder
 
     level, started = anonymous(), time.perf_counter()
     experts = {task: folder / "experts" / task for task in TASKS}

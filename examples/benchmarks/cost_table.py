@@ -16,11 +16,11 @@ from typing import Any
 from experiment import RETEX, MethodSpec, Study, load, markdown_table, parse, run, run_cells, write
 from matplotlib.figure import Figure
 
+from retex_hf.artifact.plots import COLOURS
 from retex_hf.baselines import expert_weights
 from retex_hf.baselines.merges import source_body
 from retex_hf.evaluation.cost import StaticModel, measure_cost
 from retex_hf.evaluation.run import MODES
-from retex_hf.plots import COLOURS
 
 METHODS: list[dict[str, dict[str, Any]]] = [
     {"individual": {}},

@@ -32,13 +32,13 @@ from recipes import Recipe, parse_recipe, read_recipe
 from sources import Sources, load_sources
 
 from retex_hf import RetexConfig
+from retex_hf.artifact.plots import COLOURS, DPI, LINES, MARKERS
 from retex_hf.baselines import BASELINES
 from retex_hf.baselines import make as make_baseline
+from retex_hf.baselines.retex import Retex
 from retex_hf.errors import ConfigError, RetexError
 from retex_hf.evaluation import Material, Method, TaskData
-from retex_hf.evaluation.retex import Retex
 from retex_hf.evaluation.run import Evaluation, evaluate
-from retex_hf.plots import COLOURS, DPI, LINES, MARKERS
 
 __all__ = [
     "MethodSpec",

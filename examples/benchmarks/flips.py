@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 from measuring import batches, run_each
 
 from retex_hf import RetexModel
+from retex_hf.artifact.plots import DPI
 from retex_hf.baselines.weights import expert_weights
-from retex_hf.expert_weights import ExpertWeights, Weights
-from retex_hf.plots import DPI
-from retex_hf.readout import Answer
+from retex_hf.data.readout import Answer
+from retex_hf.merging.expert_weights import ExpertWeights, Weights
 
 ROWS = 64
 DISTANCES = (0.1, 0.25, 0.5, 1.0)

@@ -18,10 +18,10 @@ from tqdm.auto import tqdm
 
 from retex_hf import RetexModel
 from retex_hf.baselines.weights import expert_weights
+from retex_hf.data.readout import Answer, Readout
 from retex_hf.evaluation import Collate, TaskData
 from retex_hf.evaluation.metrics import normalised
 from retex_hf.evaluation.run import Evaluation, TaskScore, is_right
-from retex_hf.readout import Answer, Readout
 
 Batch = dict[str, Tensor]
 

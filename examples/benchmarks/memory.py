@@ -21,7 +21,7 @@ import torch
 from synthetic import clip_model, images, retex_model, task_names
 
 from retex_hf import RetexModel
-from retex_hf.libraries import openclip
+from retex_hf.backends import openclip
 
 TASKS, RANK = task_names(8), 256
 BATCH, BATCHES = 64, 4

@@ -20,9 +20,9 @@ from recipes import DataSource, Recipe, is_prompt
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
 
+from retex_hf.data.readout import Classifier, Generator, Readout, ZeroShot
 from retex_hf.errors import ConfigError, InputError, first_line
 from retex_hf.evaluation import Collate, TaskData
-from retex_hf.readout import Classifier, Generator, Readout, ZeroShot
 
 
 @dataclass(frozen=True)

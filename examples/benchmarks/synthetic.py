@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 from retex_hf import RetexConfig, RetexModel
+from retex_hf.artifact.state import RetexParts
+from retex_hf.backends import openclip
 from retex_hf.checkpoints import take_inventory
-from retex_hf.libraries import openclip
-from retex_hf.parts import RetexParts
 from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
 
 

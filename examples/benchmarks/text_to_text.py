@@ -52,7 +52,7 @@ from common import (
 from onnx_weights import read_weights
 from text import available
 
-from retex_hf.readout import Generator
+from retex_hf.data.readout import Generator
 
 
 @dataclass(frozen=True)

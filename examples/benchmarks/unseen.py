@@ -41,12 +41,12 @@ from merges import MERGES, learn_merges
 from torch import Tensor
 
 from retex_hf import RetexModel
-from retex_hf.blueprint import load_expert_weights
+from retex_hf.artifact.plots import COLOURS
+from retex_hf.build.plan import load_expert_weights
 from retex_hf.errors import ConfigError
 from retex_hf.evaluation import TaskData
 from retex_hf.evaluation.run import is_right
-from retex_hf.plots import COLOURS
-from retex_hf.tensor_bank import TensorBank
+from retex_hf.utils.tensor_bank import TensorBank
 
 ROWS = 50
 TABLES = ("merges", "samplers")

@@ -37,11 +37,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from retex_hf.backends import containment, hf_transformers
+from retex_hf.backends.untrusted_config import vet_transformers_config
+from retex_hf.checkpoints.folder_files import FolderFiles
 from retex_hf.checkpoints.sources import Source, TensorInfo
 from retex_hf.errors import RetexError
-from retex_hf.folder_files import FolderFiles
-from retex_hf.libraries import containment, hf_transformers
-from retex_hf.libraries.untrusted_config import vet_transformers_config
 from trust.bounded import asks_for_memory
 from trust.small_models import default_config
 from trust.tally import Tally

@@ -29,8 +29,8 @@ from local_hub import TOKEN, Repository
 from tqdm import tqdm
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
-from retex_hf.making import make
-from retex_hf.recipe import Recipe
+from retex_hf.artifact.recipe import Recipe
+from retex_hf.workflows.from_recipe import make
 
 from .subjects import batch, bert, make_model, make_tokenizer, mixed_batch, texts
 

@@ -17,11 +17,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from retex_hf import RetexError
-from retex_hf.card import sections
+from retex_hf.artifact.card import sections
 from retex_hf.checkpoints.patterns import Patterns
 from retex_hf.config import RetexConfig, matches
 from retex_hf.errors import ConfigError
-from retex_hf.reading import parse_json
+from retex_hf.utils.strict_files import parse_json
 from trust.bounded import Answer, Bounded
 from trust.tally import Tally
 

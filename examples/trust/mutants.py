@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from retex_hf import RetexConfig, RetexModel
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.artifact.preprocess import load_preprocessor
 from trust.bounded import Answer, Bounded
 from trust.mutations import Mutant, copy_artifact, mutants
 from trust.subjects import TASKS, make_model, make_tokenizer, moved, texts

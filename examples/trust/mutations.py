@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retex_hf import manifest
+from retex_hf.artifact.schema import seal
+from retex_hf.checkpoints import manifest
+from retex_hf.checkpoints.tokenizer_files import is_side_file
 from retex_hf.config import CONFIG_NAME
-from retex_hf.description import seal
-from retex_hf.side_files import is_side_file
 
 CARD = "README.md"
 # Values to put in the place of others: of other types, huge, negative, empty, or leading out of the folder.

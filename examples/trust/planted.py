@@ -30,8 +30,8 @@ from local_hub import TOKEN
 from tqdm import tqdm
 
 from retex_hf import RetexError, RetexModel
-from retex_hf.handles import OpenFolder
-from retex_hf.plots import save_figures
+from retex_hf.artifact.plots import save_figures
+from retex_hf.utils.folder_handles import OpenFolder
 
 from . import killed
 from .killed import OWNER, Job, Place, answers, artifact_state, begin, end, folder_state

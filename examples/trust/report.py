@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
 
-from retex_hf.evaluation.tables import Table
+from retex_hf.utils.tables import Table
 from trust import (
     architectures,
     classes,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retex_hf.libraries import hf_transformers
+from retex_hf.backends import hf_transformers
 from trust.small_rows import LENGTH, TASKS, Draw, Maker, Recipe, collate
 
 TRIES = 48

@@ -39,7 +39,7 @@ import transformers as tf
 from tqdm.auto import tqdm
 
 from retex_hf import RetexConfig, RetexModel
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.artifact.preprocess import load_preprocessor
 from trust.bombs import Picture, pictures, pixel_bomb, plain
 from trust.subjects import TASKS, moved
 from trust.tally import Tally

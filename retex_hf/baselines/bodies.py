@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.readout import Answer
 from ..errors import TaskError
 from ..evaluation.method import Material, Method, Prediction, grouped, take_rows, without_padding
 from ..execution import ExpertCache
-from ..expert_weights import Weights
-from ..readout import Answer
+from ..merging.expert_weights import Weights
 from .identifier import Identifier, shared_identifier
 from .weights import expert_weights
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.readout import entropy
 from ..errors import ConfigError
 from ..evaluation.method import Material, without_padding
-from ..readout import entropy
 from .dynamic import Dynamic, Mixtures
 from .static import Individual
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.readout import Answer, Readout
 from ..evaluation.method import Material, Method, Prediction, take_rows, without_padding
 from ..execution import copy_with
-from ..expert_weights import ExpertWeights, Weights
-from ..readout import Answer, Readout
+from ..merging.expert_weights import ExpertWeights, Weights
 from .blocks import lookup_table
 from .weights import expert_weights
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..evaluation.method import Material
-from ..expert_weights import Weights
+from ..merging.expert_weights import Weights
 from .bodies import Identified, TaskBodies
 
 SCALE_BYTES = 4

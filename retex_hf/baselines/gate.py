@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from ..evaluation.method import Material
-from ..expert_weights import ExpertWeights
+from ..merging.expert_weights import ExpertWeights
 from ..routing import FeatureExtractor, feature_blocks
 
 FEATURE_BATCH = 64

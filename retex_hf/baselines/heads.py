@@ -8,8 +8,8 @@ from math import log
 import torch
 from torch import Tensor
 
+from ..data.readout import entropy
 from ..errors import TaskError
-from ..readout import entropy
 
 
 def most_confident(scores: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..checkpoints import take_inventory
 from ..errors import ConfigError
 from ..evaluation.method import Material
-from ..expert_weights import Weights
+from ..merging.expert_weights import Weights
 from ..recovery import plan_layout
 from ..recovery.eigen import top_eigenpairs
-from ..recovery.shapes import VECTOR
+from ..recovery.layout import VECTOR
 from .bodies import Identified, TaskBodies
 
 Factors = tuple[Tensor, Tensor]

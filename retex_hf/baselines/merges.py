@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..calibration import Batch, Calibration
 from ..config import RetexConfig
 from ..errors import ConfigError
 from ..evaluation.method import Material
-from ..expert_weights import ExpertWeights, Weights
 from ..merging import get_merger, learn_options, merge_methods, options_to_learn
-from ..model import RetexModel
+from ..merging.calibration import Batch, Calibration
+from ..merging.expert_weights import ExpertWeights, Weights
+from ..model.retex_model import RetexModel
 from .weights import WeightTensors, expert_weights
 
 Merge = str | dict[str, Any]

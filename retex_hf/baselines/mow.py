@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 
 from ..errors import ConfigError
 from ..evaluation.method import Material
-from ..expert_weights import ExpertWeights, Weights
 from ..merging.adamerging import learn_coefficients, trimmed
+from ..merging.expert_weights import ExpertWeights, Weights
 from .blocks import block_tensors, find_attention, norms_and_embeddings, require_mlps
 from .dynamic import Dynamic, Mixtures, bytes_of
 from .gate import TaskGate

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data.readout import Readout
 from ..execution import copy_with
-from ..expert_weights import ExpertWeights
-from ..readout import Readout
+from ..merging.expert_weights import ExpertWeights
 
 
 class SharedBody:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..evaluation.method import Material, Prediction
-from ..expert_weights import Weights
+from ..merging.expert_weights import Weights
 from .bodies import TaskBodies
 from .heads import most_confident
 from .identifier import Identifier, shared_identifier

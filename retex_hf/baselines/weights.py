@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..blueprint import load_expert_weights
+from ..build.plan import load_expert_weights
 from ..evaluation.method import Material
-from ..expert_weights import ExpertWeights
+from ..merging.expert_weights import ExpertWeights
 
 
 def expert_weights(material: Material) -> ExpertWeights:

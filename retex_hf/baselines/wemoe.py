@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
+from ..data.readout import Answer, entropy
 from ..evaluation.method import Material, Method, Prediction, without_padding
-from ..expert_weights import ExpertWeights
-from ..readout import Answer, entropy
+from ..merging.expert_weights import ExpertWeights
 from ..routing import pool
 from .blocks import layer_size, require_mlps
 from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic

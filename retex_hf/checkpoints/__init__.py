@@ -1,7 +1,7 @@
 """Experts in: one tensor at a time, from any source."""
 
 from .adapters import AdapterSource, align_source
-from .experts import Checkpoint, ExpertSet, check_experts, check_integers, check_range, check_related, read_finite
+from .expert_set import Checkpoint, ExpertSet, check_experts, check_integers, check_range, check_related, read_finite
 from .inventory import Inventory, take_inventory
 from .locate import download, fetch, is_open_clip, locate, open_source, typed_path
 from .sources import Source, TensorInfo

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError, brief
 from .adapted_modules import submodule
-from .experts import check_floating
+from .expert_set import check_floating
 from .sources import TensorInfo
 from .tuner_layers import MODULE, MOST_NUMBERS, PROJECTIONS, derive_projections, merge_module, slice_projections
 from .tuners import TUNERS

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import CheckpointError, brief, shorten
 from .adapted_layers import Change, Entry, Layers, layer_changes
 from .adapted_modules import AdaptedModules, submodule
-from .experts import Entries, check_floating
+from .expert_set import Entries, check_floating
 from .patterns import Patterns
 from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
 from .tuners import REMEDY, TunerSettings, tuner_of

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, HubError, first_line
-from ..hub_errors import HUB_ERRORS, check_token, explain, without_secrets
-from ..paths import as_path
-from ..printing import visible
-from ..reading import check_links, read_json
+from ..utils.hub_errors import HUB_ERRORS, check_token, explain, without_secrets
+from ..utils.paths import as_path
+from ..utils.strict_files import check_links, read_json
+from ..utils.terminal import visible
 from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
 from .gguf_files import SUFFIX as GGUF_SUFFIX
 from .gguf_files import find_gguf, open_gguf

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, brief
-from ..reading import read_json
+from ..utils.strict_files import read_json
 from .torch_files import read_torch_file
 
 # The dtypes that are read. Of others (complex, eight bits and fewer, wide unsigned ones) torch lacks operations, or

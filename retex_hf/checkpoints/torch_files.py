@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, brief, first_line
-from ..printing import visible
+from ..utils.terminal import visible
 
 # Of a program and of a table of contents. A shard of the largest models has a tenth of that.
 MOST_PICKLE_BYTES, MOST_DIRECTORY_BYTES = 16_000_000, 32_000_000

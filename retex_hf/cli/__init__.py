@@ -95,7 +95,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     from ..errors import RetexError, first_line
-    from ..printing import visible
+    from ..utils.terminal import visible
 
     module_name, class_name, _ = COMMANDS[name]
     try:
@@ -119,7 +119,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _run_within_memory(name: str, options: Any) -> None:
-    from ..devices import enough_memory
+    from ..utils.devices import enough_memory
 
     with enough_memory(f"finish retex {name}"):
         options.run()

@@ -6,15 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+from ..artifact.recipe import FILLED_ON_BUILD, Recipe, field_names, settable_fields
+from ..artifact.schema import RECIPE_NAME
 from ..config import RetexConfig
-from ..description import RECIPE_NAME
 from ..errors import ConfigError
-from ..hub_errors import without_secrets
-from ..making import differences, make
-from ..paths import as_path
-from ..printing import say
-from ..recipe import FILLED_ON_BUILD, Recipe, field_names, settable_fields
 from ..recovery import TrainingConfig
+from ..utils.hub_errors import without_secrets
+from ..utils.paths import as_path
+from ..utils.terminal import say
+from ..workflows.from_recipe import differences, make
 from .options import POSITIONAL, Options, Parser, add_fields
 
 # Sections of a recipe whose fields are flags of their own, and what only the library writes.

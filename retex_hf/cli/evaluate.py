@@ -6,15 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+from ..artifact.recipe import check_trusted, known_base, known_data, known_experts, last_references
 from ..errors import ConfigError
 from ..evaluation import Report, TaskData, load_task
-from ..evaluation.artifact import evaluate_model, sample_rows
-from ..folders import check_target
-from ..model import RetexModel
-from ..paths import as_path
-from ..predictor import PROMPT, Predictor, preprocessor_of
-from ..printing import as_json, say
-from ..recipe import check_trusted, known_base, known_data, known_experts, last_references
+from ..model.retex_model import RetexModel
+from ..utils.atomic_folder import check_target
+from ..utils.paths import as_path
+from ..utils.terminal import as_json, say
+from ..workflows.evaluation import evaluate_model, sample_rows
+from ..workflows.predictor import PROMPT, Predictor, preprocessor_of
 from .options import POSITIONAL, DeviceOptions
 from .reading import read_classes
 

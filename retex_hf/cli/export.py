@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..errors import ConfigError
-from ..export import export_checkpoint
-from ..model import RetexModel
-from ..printing import say
+from ..model.export.checkpoint import export_checkpoint
+from ..model.retex_model import RetexModel
+from ..utils.terminal import say
 from .options import POSITIONAL, DeviceOptions
 
 

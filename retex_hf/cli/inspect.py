@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import yaml
 
-from ..evaluation.tables import Table, percent
-from ..hub import find_artifact
-from ..inspection import group_layers, inspect_artifact
-from ..printing import as_json, say
-from ..sizes import bytes_of_experts
+from ..artifact.hub import find_artifact
+from ..artifact.sizes import bytes_of_experts
+from ..utils.tables import Table, percent
+from ..utils.terminal import as_json, say
+from ..workflows.inspection import group_layers, inspect_artifact
 from .options import POSITIONAL, Options
 
 

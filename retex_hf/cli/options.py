@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from ..errors import ConfigError
-from ..reading import parse_yaml
+from ..utils.strict_files import parse_yaml
 
 Self = TypeVar("Self", bound="Options")
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 from tqdm.auto import tqdm
 
+from ..data.datasets import read_line
 from ..errors import InputError
-from ..evaluation.tables import Table
-from ..evaluation.tasks import read_line
-from ..model import RetexModel
-from ..predictor import PROMPT, Answer, Predictor, preprocessor_of
-from ..printing import as_json, say
+from ..model.retex_model import RetexModel
+from ..utils.tables import Table
+from ..utils.terminal import as_json, say
+from ..workflows.predictor import PROMPT, Answer, Predictor, preprocessor_of
 from .options import POSITIONAL, DeviceOptions
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 

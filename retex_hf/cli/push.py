@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..hub_errors import without_secrets
-from ..model import RetexModel
-from ..printing import say
+from ..model.retex_model import RetexModel
+from ..utils.hub_errors import without_secrets
+from ..utils.terminal import say
 from .options import POSITIONAL, Options
 
 

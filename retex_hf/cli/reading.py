@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..data.datasets import IMAGE_SUFFIXES, read_line
 from ..errors import InputError
-from ..evaluation.tasks import IMAGE_SUFFIXES, read_line
-from ..images import read_image
-from ..paths import as_path
-from ..reading import parse_json, read_json
+from ..utils.images import read_image
+from ..utils.paths import as_path
+from ..utils.strict_files import parse_json, read_json
 
 STANDARD_INPUT = "-"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before a text

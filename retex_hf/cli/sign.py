@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+from ..artifact.recipe import check_trusted, known_data, last_references
 from ..errors import ConfigError
-from ..evaluation.tables import Table, percent
-from ..model import RetexModel
-from ..printing import say
-from ..recipe import check_trusted, known_data, last_references
-from ..signing import References, sign
+from ..model.retex_model import RetexModel
+from ..utils.tables import Table, percent
+from ..utils.terminal import say
+from ..workflows.signing import References, sign
 from .options import POSITIONAL, DeviceOptions
 
 

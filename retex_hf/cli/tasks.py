@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+from ..artifact.recipe import last_references
 from ..errors import ConfigError
-from ..making import add_task
-from ..model import RetexModel
-from ..printing import say
-from ..recipe import last_references
-from ..signing import References
+from ..model.retex_model import RetexModel
+from ..utils.terminal import say
+from ..workflows.from_recipe import add_task
+from ..workflows.signing import References
 from .options import POSITIONAL, DeviceOptions, Options
 
 

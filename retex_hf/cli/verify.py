@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..errors import ConfigError
-from ..model import RetexModel
-from ..paths import as_path
-from ..verification import verify
+from ..model.retex_model import RetexModel
+from ..utils.paths import as_path
+from ..workflows.verification import verify
 from .options import POSITIONAL, Options
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
-from ..predictor import Answer
+from ..workflows.predictor import Answer
 
 SHOWN_CHARACTERS = 400
 THUMBNAIL = (160, 160)

@@ -8,9 +8,9 @@ from time import monotonic
 
 from PIL import Image
 
-from ..decoder import FORMATS
 from ..errors import InputError
-from ..images import TooManyPixels, TooSlow, Unreadable, read_image
+from ..utils.image_decoder import FORMATS
+from ..utils.images import TooManyPixels, TooSlow, Unreadable, read_image
 
 MOST_INPUTS = 32
 MOST_CHARACTERS = 10_000

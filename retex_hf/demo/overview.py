@@ -11,15 +11,15 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..energy import recovered_energy
+from ..artifact.plots import plot_energy_ratios, plot_errors, plot_losses
+from ..artifact.sizes import bytes_of_experts, sizes_of
 from ..errors import RetexError
 from ..evaluation.figures import plot_report
 from ..evaluation.run import MODES
-from ..evaluation.tables import percent
-from ..model import RetexModel
-from ..plots import plot_energy_ratios, plot_errors, plot_losses
+from ..model.retex_model import RetexModel
 from ..routing import Signatures
-from ..sizes import bytes_of_experts, sizes_of
+from ..utils.tables import percent
+from ..workflows.energy import recovered_energy
 from .cards import png_uri
 
 SHOWN_LABELS = 4

@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from ..artifact.preprocess import TEXT, Preprocessor
 from ..errors import RetexError
-from ..model import RetexModel
-from ..predictor import GENERATOR, Predictor, answer_kind, preprocessor_of
-from ..preprocess import TEXT, Preprocessor
+from ..model.retex_model import RetexModel
+from ..workflows.predictor import GENERATOR, Predictor, answer_kind, preprocessor_of
 
 try:
     import gradio as gr

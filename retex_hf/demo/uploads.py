@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from ..data.datasets import IMAGE_SUFFIXES
 from ..errors import InputError
-from ..evaluation.tasks import IMAGE_SUFFIXES
 from .inputs import MOST_MEGABYTES
 
 # Of all that is kept at a time; gradio deletes uploads after an hour.

@@ -1,10 +1,11 @@
 """Honest evaluation of anything that serves many tasks: mixed streams, three questions, no head given away."""
 
-from .method import Collate, Material, Method, Prediction, TaskData
+from ..data.datasets import load_inputs, load_task
+from ..data.task_data import TaskData
+from .method import Collate, Material, Method, Prediction
 from .metrics import metric_path
 from .report import Report
 from .run import Evaluation, TaskScore, evaluate
-from .tasks import load_inputs, load_task
 
 __all__ = [
     "Collate",

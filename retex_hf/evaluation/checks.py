@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import index
 from typing import Any
 
+from ..data.task_data import TaskData
 from ..errors import EvaluationError, shorten
-from .method import Prediction, TaskData
+from .method import Prediction
 
 MISSING_LABEL = -1
 """What `datasets` writes where a test set keeps its labels to itself."""

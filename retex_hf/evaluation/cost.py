@@ -23,15 +23,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..data.readout import Readout
+from ..data.task_data import TaskData
 from ..errors import EvaluationError
-from ..expert_weights import ExpertWeights
-from ..folders import check_target
-from ..readout import Readout
-from ..writing import whole_file
+from ..merging.expert_weights import ExpertWeights
+from ..utils.atomic_file import whole_file
+from ..utils.atomic_folder import check_target
+from ..utils.tables import Table
 from .checks import check_tasks
-from .method import Collate, Material, Method, Prediction, TaskData
+from .method import Collate, Material, Method, Prediction
 from .run import MODES, ask, mixed_batches, modes_of
-from .tables import Table
 
 STATUS = Path("/proc/self/status")
 WATCH_SECONDS = 0.002

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..plots import COLOURS, DPI
-from ..writing import whole_file
+from ..artifact.plots import COLOURS, DPI
+from ..utils.atomic_file import whole_file
 from .run import MODES
 
 BAR_HEIGHT = 0.28

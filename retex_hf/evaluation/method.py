@@ -11,23 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..readout import Answer, Readout
+from ..data.readout import Answer, Readout
+from ..data.task_data import TaskData
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Turns a list of raw inputs (texts, images) into the keyword arguments of a model's forward."""
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """Inputs of one task and their right answers: class indices, or texts for generators."""
-
-    name: str
-    inputs: Sequence[Any]
-    answers: Sequence[Answer]
-    label_names: Sequence[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from ..errors import EvaluationError
-from ..folders import check_target
-from ..writing import whole_file
+from ..utils.atomic_file import whole_file
+from ..utils.atomic_folder import check_target
+from ..utils.tables import Table, bold_best, percent
 from .bootstrap import CONFIDENCE, RESAMPLES, Interval
 from .comparison import Comparison
 from .figures import plot_report
 from .run import MODES, Evaluation
-from .tables import Table, bold_best, percent
 
 
 class Report:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from ..data.readout import Answer
+from ..data.task_data import TaskData
 from ..errors import EvaluationError
-from ..paths import as_path
-from ..reading import read_json
-from ..readout import Answer
-from ..writing import whole_file
+from ..utils.atomic_file import whole_file
+from ..utils.paths import as_path
+from ..utils.strict_files import read_json
 from .checks import check_answers, check_chosen_tasks, check_tasks
-from .method import Collate, Method, Prediction, TaskData
+from .method import Collate, Method, Prediction
 from .metrics import matches
 
 MODES = {"known": "task known", "unknown": "task unknown", "oracle": "oracle routing"}

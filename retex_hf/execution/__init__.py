@@ -2,12 +2,12 @@
 
 from .assignment import BASE, Assignment, Group, Mixture, as_active, parse_adapter_names, parse_task, task_index
 from .choice import check_execution
-from .experts import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
+from .expert_cache import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
 from .joining import Joiner
 from .outputs import attach_routing, logits_of
 from .runner import ExpertRunner, call_method
-from .sharing import trunk_cost
-from .trunk import TrunkRecord
+from .trunk_cost import trunk_cost
+from .trunk_replay import TrunkRecord
 
 __all__ = [
     "BASE",

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError, RetexError
 from ..rows import Splitter, numbers_per_row
 from .assignment import Group
-from .experts import ExpertCache, is_plain, names_of
+from .expert_cache import ExpertCache, is_plain, names_of
 from .mixed import Call, MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .mixed.call import Certificate, Segment
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..records import is_record, rebuilt, record_fields
 from ..rows import Along, AlongItems, Entries, Place, Proof, Reading, Shared, entries_of
+from ..utils.records import is_record, rebuilt, record_fields
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..records import is_named_tuple
 from ..routing import Routing
+from ..utils.records import is_named_tuple
 
 
 class RoutedTuple(tuple):

@@ -21,12 +21,12 @@ from ..recovery import RecoveryModule
 from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
 from .assignment import Assignment, Group
 from .choice import Chooser, OnePass, find_fixed, size_of_call
-from .experts import ExpertCache, copy_with, expert_bytes, recover_tensors
+from .expert_cache import ExpertCache, copy_with, expert_bytes, recover_tensors
 from .items import NoticedItems
 from .joining import Joiner, check_separable
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .outputs import logits_of
-from .trunk import TrunkRecord, install_replay, replaying
+from .trunk_replay import TrunkRecord, install_replay, replaying
 from .vocabulary_rows import rows_beyond, tokens_of, with_all_rows, with_own_rows
 
 GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..data.readout import entropy
 from ..errors import ConfigError, RetexError
-from ..readout import entropy
 from .options import check_density, check_number
 from .registry import AUTO, Merger, TaskTensors, register_merge
 from .threshold import magnitude_thresholds, trimming_bounds, vector_thresholds
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..expert_weights import ExpertWeights
+    from .calibration import Calibration
+    from .expert_weights import ExpertWeights
 
 Inputs = Mapping[str, Any]
 Logits = Callable[[nn.Module, Inputs, str], Tensor]

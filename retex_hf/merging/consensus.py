@@ -14,7 +14,7 @@ from .options import check_number, per_task
 from .registry import AUTO, Merger, TaskTensors, register_merge
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from .calibration import Calibration
 
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6)
 SCALES = tuple(step / 10 for step in range(1, 11))

@@ -10,8 +10,8 @@ A method that must see all tensors first is registered with `prepare=True`: it g
 read them as often as it likes, and returns such a function of `(name, base, experts)`.
 
 A method that learns from data leaves what it learns as options whose default is `"auto"`, and names the function that
-finds them. That one gets a `retex_hf.calibration.Calibration` (experts in memory, batches, how to read answers) and
-those options that it names, and returns values that JSON can hold::
+finds them. That one gets a `retex_hf.merging.calibration.Calibration` (experts in memory, batches, how to read
+answers) and those options that it names, and returns values that JSON can hold::
 
     def best_pull(calibration, *, candidates=(0.3, 0.6, 1.0)):
         weights = calibration.weights
@@ -47,7 +47,7 @@ from torch import Tensor
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from .calibration import Calibration
 
 AUTO = "auto"
 

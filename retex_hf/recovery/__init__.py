@@ -3,9 +3,9 @@
 from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
 from .design import Design, dirichlet_moments, narrow_basis
+from .layout import Layout, effective_rank, plan_layout
 from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
 from .samplers import sample_weights
-from .shapes import Layout, effective_rank, plan_layout
 from .solver import plan_layouts, relative_errors, soft_moments, solve_all
 from .targets import Targets
 from .training import History, TrainingConfig, clear_state, train

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from .shapes import MATRIX, Layout, at_rank
+from .layout import MATRIX, Layout, at_rank
 
 
 @dataclass(frozen=True)

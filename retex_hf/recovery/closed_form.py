@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .design import Design
 from .eigen import top_eigenpairs
-from .shapes import MATRIX, SHARED_FIRST, Layout
+from .layout import MATRIX, SHARED_FIRST, Layout
 
 AFFINE_STEPS = 20
 AFFINE_TOLERANCE = 1e-4

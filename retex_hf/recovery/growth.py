@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .closed_form import SLAB_ROWS, best_scales, gram
+from .layout import GENERATED_FIRST, MATRIX, SHARED_FIRST, VECTOR, Layout
 from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
-from .shapes import GENERATED_FIRST, MATRIX, SHARED_FIRST, VECTOR, Layout
-from .storage import LARGEST_CODE, SCALE, SCALE_DTYPE, encode_parts, stored_parts
+from .quantize import LARGEST_CODE, SCALE, SCALE_DTYPE, encode_parts, stored_parts
 
 # The share of the energy that float32 factors cannot help missing; a tolerance of zero asks for no more than this.
 EXACT = 1e-12

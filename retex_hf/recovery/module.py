@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .closed_form import Solution
-from .shapes import Layout
-from .storage import SCALE, decode, encode_parts, stored_parts
+from .layout import Layout
+from .quantize import SCALE, decode, encode_parts, stored_parts
 
 PARTS = ("weight", "bias", "shared", "inner")
 TASK_EMBEDDING = "task_embedding"

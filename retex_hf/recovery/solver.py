@@ -11,17 +11,17 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..checkpoints.sources import TensorInfo
+from ..checkpoints.tensor_store import MemoryStore, Store
 from ..config import RetexConfig
 from ..errors import ConfigError
-from ..store import MemoryStore, Store
 from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
 from .design import Design, dirichlet_moments, narrow_basis, sampled_moments
+from .layout import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .module import RecoveryModule, recovery_tensors
-from .processes import run_dealt
 from .samplers import sample_weights
-from .shapes import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .targets import Targets
+from .work_sharing import run_dealt
 
 NARROW_PASSES = 10
 NARROW_TOLERANCE = 1e-4

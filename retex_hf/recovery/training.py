@@ -27,11 +27,11 @@ from transformers import get_cosine_schedule_with_warmup
 
 from ..config import RetexConfig
 from ..errors import ConfigError, RetexError, first_line
-from ..folders import check_plain, check_target, remove, replacing, together
-from ..reading import read_json
+from ..utils.atomic_folder import check_plain, check_target, remove, replacing, together
+from ..utils.strict_files import read_json
+from .layout import MATRIX, Layout
 from .module import RecoveryModule
 from .samplers import sample_weights
-from .shapes import MATRIX, Layout
 from .solver import solve_all
 from .targets import Targets
 

@@ -6,8 +6,8 @@ from .fitting import as_batches, fit_signatures, noted, reference_features, tryi
 from .layers import block_lists, candidate_layers, feature_blocks
 from .pooling import pool
 from .signatures import Signatures, fit_signature, held_out_accuracy, shallowest_good
-from .trunk import describe_trunk, keeps_cache, trunk_parameters
-from .weights import WeightScorer, WeightSignatures
+from .trunk_parameters import describe_trunk, keeps_cache, trunk_parameters
+from .weight_scores import WeightScorer, WeightSignatures
 
 __all__ = [
     "Entry",

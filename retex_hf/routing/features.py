@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..backends import library_of
 from ..errors import ConfigError, InputError
-from ..libraries import library_of
 from ..rows import (
     NOT_ROWS,
     TEXT_INPUTS,

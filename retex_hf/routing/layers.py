@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..backends import library_of
 from ..config import RetexConfig
 from ..errors import ConfigError
-from ..libraries import library_of
 
 NUMBER = re.compile(r"[0-9]+")
 

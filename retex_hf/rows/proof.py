@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, RetexError, first_line
-from ..records import is_record, record_fields
+from ..utils.records import is_record, record_fields
 from .ownership import Reading, entries_of
 
 # Of the largest number in a field: what rounding may change when a row runs in another company.

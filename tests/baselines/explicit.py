@@ -12,8 +12,8 @@ import torch
 from helpers import TASKS
 from torch import Tensor
 
+from retex_hf.data.readout import Classifier
 from retex_hf.evaluation.method import Material, Method
-from retex_hf.readout import Classifier
 
 
 class Raw(Classifier):

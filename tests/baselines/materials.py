@@ -11,8 +11,8 @@ from families import FAMILIES, TEXT, VISION
 from helpers import TASKS, perturb
 from torch import Tensor, nn
 
+from retex_hf.data.readout import Classifier, Generator, Readout, ZeroShot
 from retex_hf.evaluation.method import Collate, Material, TaskData
-from retex_hf.readout import Classifier, Generator, Readout, ZeroShot
 
 CLASSES = {"red": 6, "green": 7, "blue": 9}
 # Models of the usual initialisation give nearly the same features for everything.

@@ -13,10 +13,10 @@ from materials import make_material, mixed_batch
 
 from retex_hf.baselines import EMR
 from retex_hf.baselines.emr import elect, mean_magnitudes
-from retex_hf.blueprint import load_expert_weights
+from retex_hf.build.plan import load_expert_weights
+from retex_hf.data.readout import Classifier
 from retex_hf.errors import TaskError
 from retex_hf.evaluation.method import Material
-from retex_hf.readout import Classifier
 
 
 def emr_by_hand(vectors: dict[str, np.ndarray]) -> tuple[dict, dict, list[float]]:

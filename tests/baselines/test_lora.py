@@ -11,9 +11,9 @@ from materials import make_material
 
 from retex_hf.baselines import LoRA
 from retex_hf.baselines.lora import truncate
+from retex_hf.data.readout import Classifier
 from retex_hf.errors import ConfigError
 from retex_hf.evaluation.method import Material
-from retex_hf.readout import Classifier
 
 
 def fitted(family: str, **options) -> tuple[LoRA, dict]:

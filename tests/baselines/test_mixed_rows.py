@@ -9,7 +9,7 @@ from materials import make_material, mixed_batch
 
 from retex_hf import RetexConfig
 from retex_hf.baselines import EMR, IdEMR, IdLoRA, Individual, LoRA, Merged, SiM, ZeroShotBase
-from retex_hf.evaluation.retex import Retex
+from retex_hf.baselines.retex import Retex
 
 METHODS = {
     "individual": Individual,

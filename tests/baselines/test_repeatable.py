@@ -9,8 +9,8 @@ from materials import make_material
 
 from retex_hf import RetexConfig
 from retex_hf.baselines import BASELINES, make
+from retex_hf.baselines.retex import Retex
 from retex_hf.evaluation import Report, evaluate
-from retex_hf.evaluation.retex import Retex
 
 ADAMERGING = {"method": "adamerging", "steps": 3, "rows_per_task": 4, "learning_rate": 0.05}
 OPTIONS = {

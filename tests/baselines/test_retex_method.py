@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.baselines import Individual, SiM
-from retex_hf.evaluation.retex import Retex
+from retex_hf.baselines.retex import Retex
 
 
 def fitted(method, material):

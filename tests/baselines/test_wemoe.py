@@ -16,8 +16,8 @@ from retex_hf.baselines import wemoe
 from retex_hf.baselines.heads import most_confident
 from retex_hf.baselines.weights import expert_weights
 from retex_hf.baselines.wemoe import WEMoE, mixed_linear, mlp_router
+from retex_hf.data.readout import Classifier
 from retex_hf.errors import ConfigError
-from retex_hf.readout import Classifier
 
 UNTRAINED = {"steps": 0, "progress": False}
 

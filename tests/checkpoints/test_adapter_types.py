@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from retex_hf import RetexConfig, RetexModel
+from retex_hf.backends import library_of
 from retex_hf.checkpoints import align_source, open_source
 from retex_hf.checkpoints.quantized import METHODS
 from retex_hf.checkpoints.tuners import JOINT, REFUSED, TUNERS
 from retex_hf.errors import CheckpointError
-from retex_hf.libraries import library_of
 
 
 @pytest.fixture(autouse=True)

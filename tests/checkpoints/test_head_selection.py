@@ -10,8 +10,8 @@ from helpers import TASKS, assert_same, make_experts, perturb
 from torch import nn
 
 from retex_hf import RetexConfig, RetexModel
+from retex_hf.backends import library_of
 from retex_hf.checkpoints import take_inventory
-from retex_hf.libraries import library_of
 
 T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 BART = {

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from retex_hf import CheckpointError, RetexConfig, RetexModel
+from retex_hf.backends import library_of
 from retex_hf.checkpoints import Checkpoint, Inventory, TensorInfo, open_source, take_inventory
 from retex_hf.checkpoints.sources import SafetensorsSource
-from retex_hf.libraries import library_of
 
 
 def align(model: nn.Module, spec) -> tuple[Checkpoint, list[str]]:

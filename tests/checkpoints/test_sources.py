@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from retex_hf import CheckpointError, RetexConfig, RetexModel
+from retex_hf.backends import library_of
 from retex_hf.checkpoints import open_source, take_inventory
 from retex_hf.checkpoints.sources import MemorySource, SafetensorsSource
-from retex_hf.libraries import library_of
 
 FOLDERS = {
     "folder": writers.folder,

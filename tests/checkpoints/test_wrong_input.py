@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retex_hf import CheckpointError, ConfigError, RetexConfig, RetexModel
-from retex_hf.libraries import openclip
+from retex_hf.backends import openclip
 
 QUERY = "encoder.layer.1.attention.self.query.weight"
 

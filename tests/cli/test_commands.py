@@ -16,9 +16,9 @@ from classifiers import make_classifiers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from retex_hf import RetexModel
+from retex_hf.artifact.recipe import Recipe
 from retex_hf.cli import COMMANDS, main
-from retex_hf.evaluation.tasks import load_inputs
-from retex_hf.recipe import Recipe
+from retex_hf.data.datasets import load_inputs
 
 WIDTHS = {"low": 2, "middle": 4, "high": 3}
 
@@ -251,7 +251,7 @@ def test_what_a_strangers_recipe_names_is_neither_fetched_nor_read(
     (artifact / "retex_recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["verify", str(artifact), "--record"]) == 0
     asked: list[str] = []
-    for module in ("retex_hf.cli.evaluate.load_task", "retex_hf.signing.load_inputs"):
+    for module in ("retex_hf.cli.evaluate.load_task", "retex_hf.workflows.signing.load_inputs"):
         monkeypatch.setattr(module, lambda task, source, **options: asked.append(str(source)) or pytest.fail("read"))
     monkeypatch.setattr("retex_hf.cli.evaluate.evaluate_model", lambda *given, **options: asked.append("evaluated"))
     capsys.readouterr()

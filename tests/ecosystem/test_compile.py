@@ -11,7 +11,8 @@ import torch
 from families import FAMILIES, ROWS, tokens
 from helpers import MIXED, TASKS, assert_same, build_from, build_retex, make_experts
 
-from retex_hf import TaskError, wrapped
+from retex_hf import TaskError
+from retex_hf.model import introspection
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -19,7 +20,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-    wrapped._say_once.cache_clear()
+    introspection._say_once.cache_clear()
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def test_a_compiled_model_runs_uncompiled_and_says_so_once(task, caplog):
             output = compiled(**inputs, task=task)
             assert_same(output, expected, **CLOSE)
             assert output.routing.tasks == expected.routing.tasks
-    assert [record.getMessage() for record in caplog.records] == [wrapped.NOT_COMPILED]
+    assert [record.getMessage() for record in caplog.records] == [introspection.NOT_COMPILED]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from peft import LoraModel, PeftModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from retex_hf import ConfigError, InputError, RetexError, RetexModel, TaskError
-from retex_hf.peft_names import REFUSED, SAVING
+from retex_hf.model.peft_names import REFUSED, SAVING
 
 PAGE = Path(__file__).parents[2] / "docs" / "peft.md"
 TABLE = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))

@@ -14,7 +14,7 @@ from transformers import pipeline
 from transformers.pipelines import base as transformers_base
 
 from retex_hf import InputError, RetexModel, TaskError
-from retex_hf.pipelines import ROUTED, register_pipelines
+from retex_hf.model.pipelines import ROUTED, register_pipelines
 
 
 @pytest.fixture(autouse=True)

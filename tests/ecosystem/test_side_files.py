@@ -19,7 +19,7 @@ from materials_of_pipelines import make_tokenizer
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.checkpoints.locate import SIDE_FILES
-from retex_hf.side_files import is_other_tokenizer, side_files, tokenizer_difference
+from retex_hf.checkpoints.tokenizer_files import is_other_tokenizer, side_files, tokenizer_difference
 
 MERGES = {"vocab": {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4, "Ġab": 5}, "merges": [("a", "b"), ("Ġ", "ab")]}
 PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)]

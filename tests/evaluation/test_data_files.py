@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 from trust.bombs import lying, plain
 
+from retex_hf.data.data_files import check_json
+from retex_hf.data.datasets import load_inputs
+from retex_hf.data.json_rows import Nesting
+from retex_hf.data.parquet_files import check_parquet
 from retex_hf.errors import EvaluationError, InputError
 from retex_hf.evaluation import load_task
-from retex_hf.evaluation.data_files import check_json
-from retex_hf.evaluation.json_rows import Nesting
-from retex_hf.evaluation.parquet_files import check_parquet
-from retex_hf.evaluation.tasks import load_inputs
-from retex_hf.reading import MOST_LEVELS
+from retex_hf.utils.strict_files import MOST_LEVELS
 
 
 def depth_of(text: str) -> int:

@@ -10,9 +10,9 @@ from toys import Toy, toy_collate, toy_tasks
 from transformers import BertConfig, BertForSequenceClassification
 
 from retex_hf import RetexError
+from retex_hf.data.readout import Classifier
 from retex_hf.evaluation import cost
 from retex_hf.evaluation.cost import StaticModel, held_bytes, measure_cost
-from retex_hf.readout import Classifier
 
 MB = 10**6
 

@@ -14,7 +14,8 @@ from PIL import Image
 from toys import Toy, toy_collate
 
 from retex_hf import RetexError
-from retex_hf.evaluation import evaluate, load_task, tasks
+from retex_hf.data import datasets as task_datasets
+from retex_hf.evaluation import evaluate, load_task
 
 ROWS = {"text": ["good film", "bad film", "fine"], "label": [1, 0, 1]}
 NAMES = ["neg", "pos"]
@@ -102,7 +103,7 @@ def test_hub_names_with_configuration_and_revision(monkeypatch):
         calls.append((path, config, options["split"], options["revision"]))
         return named()
 
-    monkeypatch.setattr(tasks, "load_dataset", load)
+    monkeypatch.setattr(task_datasets, "load_dataset", load)
     for name in ("org/data", "org/data:en", "org/data@v1", "data:en@refs/convert/parquet"):
         assert values(load_task("a", name)) == EXPECTED
     assert calls == [
@@ -115,7 +116,7 @@ def test_hub_names_with_configuration_and_revision(monkeypatch):
     def fail(*arguments, **options):
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(tasks, "load_dataset", fail)
+    monkeypatch.setattr(task_datasets, "load_dataset", fail)
     with pytest.raises(RetexError, match=r"Task 'a': the split 'test' of org/data cannot be loaded \(no route\)"):
         load_task("a", "org/data")
 

@@ -27,11 +27,11 @@ from recipes import Recipe, read_recipe
 
 from retex_hf import RetexModel
 from retex_hf.baselines import expert_weights
+from retex_hf.baselines.retex import Retex
+from retex_hf.data.readout import Classifier
 from retex_hf.errors import ConfigError, InputError
 from retex_hf.evaluation import Material, TaskData
-from retex_hf.evaluation.retex import Retex
 from retex_hf.evaluation.run import evaluate
-from retex_hf.readout import Classifier
 
 TASKS = ["low", "middle", "high"]
 

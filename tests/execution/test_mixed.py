@@ -12,9 +12,9 @@ from helpers import MIXED, TASKS, assert_same, build_from, build_retex, make_exp
 from torch import Tensor, nn
 
 from retex_hf import RetexConfig, RetexError, RetexModel
+from retex_hf.artifact.state import RetexParts
 from retex_hf.execution import Group
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
-from retex_hf.parts import RetexParts
 from retex_hf.recovery import RecoveryModule, TrainingConfig, plan_layout, solve
 from retex_hf.rows import Splitter
 

@@ -17,7 +17,7 @@ from retex_hf.execution import Group
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
 from retex_hf.execution.mixed.call import Certificate, MixedCall, Segment, _current
 from retex_hf.execution.mixed.sources import Recovered
-from retex_hf.execution.mixed.tensor import DESCRIPTIONS, ELEMENTWISE, PER_VALUE, TaskTensor
+from retex_hf.execution.mixed.task_tensor import DESCRIPTIONS, ELEMENTWISE, PER_VALUE, TaskTensor
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
 from retex_hf.rows import Splitter
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from retex_hf import ConfigError, RetexError
-from retex_hf.blueprint import load_expert_weights
-from retex_hf.expert_weights import ExpertWeights
+from retex_hf.build.plan import load_expert_weights
+from retex_hf.data.readout import Classifier, Generator, entropy
 from retex_hf.merging.adamerging import coefficient_gradient, learn_coefficients, trimmed, write_body
-from retex_hf.readout import Classifier, Generator, entropy
+from retex_hf.merging.expert_weights import ExpertWeights
 
 LOGITS = Classifier().logits
 

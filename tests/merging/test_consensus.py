@@ -11,11 +11,11 @@ from test_methods import Tensors, flat
 from torch import Tensor
 
 from retex_hf import ConfigError, InputError
-from retex_hf.blueprint import load_expert_weights
-from retex_hf.calibration import Batch, Calibration
+from retex_hf.build.plan import load_expert_weights
+from retex_hf.data.readout import Classifier
 from retex_hf.merging import learn_options
+from retex_hf.merging.calibration import Batch, Calibration
 from retex_hf.merging.consensus import SCALES, THRESHOLDS, consensus_vector, tall_mask
-from retex_hf.readout import Classifier
 
 
 def plain_consensus(base: np.ndarray, experts: list[np.ndarray], limits: list[float], scale: float) -> np.ndarray:

@@ -17,12 +17,13 @@ from helpers import TASKS, assert_same, make_experts
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from retex_hf import ConfigError, InputError, RetexConfig, RetexModel, TaskError, blueprint, build, register_merge
+from retex_hf import ConfigError, InputError, RetexConfig, RetexModel, TaskError, register_merge
+from retex_hf.build import build, plan
+from retex_hf.data.readout import Classifier, Generator, ZeroShot
 from retex_hf.merging import adamerging, registry
 from retex_hf.merging.adamerging import learn_coefficients
-from retex_hf.readout import Classifier, Generator, ZeroShot
 from retex_hf.recovery import solver
-from retex_hf.recovery.shapes import MATRIX
+from retex_hf.recovery.layout import MATRIX
 
 QUICK = {"method": "adamerging", "steps": 3, "learning_rate": 0.05, "rows_per_task": 4}
 MERGES = {
@@ -137,7 +138,7 @@ def test_the_saved_configuration_says_what_was_merged(bert, name, learning):
 def test_the_coefficients_are_those_of_learning_alone(bert):
     base, experts, batches = bert
     model = make(bert, MERGES["adamerging++"])
-    weights = blueprint.load_expert_weights(base, experts)
+    weights = plan.load_expert_weights(base, experts)
     inputs = {task: [{k: v for k, v in b.items() if k != "labels"} for b in found] for task, found in batches.items()}
     options = {key: value for key, value in QUICK.items() if key != "method"}
     expected = learn_coefficients(weights, Classifier().logits, inputs, trimmed_density=0.2, progress=False, **options)
@@ -336,8 +337,7 @@ def test_a_resumed_build_does_not_learn_again_unless_the_data_changed(bert, chan
 def test_the_estimate_counts_the_experts_in_memory(bert):
     base, experts, _ = bert
     plain, learned = (
-        blueprint.prepare(base, experts, RetexConfig(rank=3, merge=merge)).estimate()
-        for merge in ("average", "adamerging")
+        plan.prepare(base, experts, RetexConfig(rank=3, merge=merge)).estimate() for merge in ("average", "adamerging")
     )
     body = sum(tensor.numel() for name, tensor in base.state_dict().items() if "classifier" not in name)
     assert learned.memory > plain.memory

@@ -9,7 +9,7 @@ import torch
 
 from retex_hf.recovery import Spectrum, allocate, plan_layout
 from retex_hf.recovery.budget import concave_options
-from retex_hf.recovery.shapes import at_rank
+from retex_hf.recovery.layout import at_rank
 
 TASKS = 3
 

@@ -17,7 +17,7 @@ from helpers import launcher
 from safetensors.torch import load_file
 
 from retex_hf import RetexConfig, RetexModel
-from retex_hf.recovery.processes import deal
+from retex_hf.recovery.work_sharing import deal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 

@@ -15,7 +15,7 @@ from trust.mutations import reseal
 
 from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel
 from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
-from retex_hf.recovery.storage import decode, encode, stored_parts
+from retex_hf.recovery.quantize import decode, encode, stored_parts
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 NARROW = DTYPES[1:]

@@ -12,8 +12,8 @@ from families import VOCAB
 from torch import Tensor, nn
 
 from retex_hf import ConfigError
+from retex_hf.backends import hf_transformers
 from retex_hf.execution import copy_with
-from retex_hf.libraries import hf_transformers
 from retex_hf.routing import FeatureExtractor, block_lists, trying
 from retex_hf.routing.axes import axis_by_change
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from retex_hf import CheckpointError
-from retex_hf.libraries.containment import contained
+from retex_hf.backends.containment import contained
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,20 @@ from trust.subjects import TASKS
 from trust.threads import fingerprint
 
 import retex_hf
-from retex_hf import routed
-from retex_hf.execution import trunk
+from retex_hf.execution import trunk_replay
 from retex_hf.execution.mixed import call as mixed_call
-from retex_hf.routing import features, weights
+from retex_hf.model import routed_model
+from retex_hf.routing import features, weight_scores
 
 HOME = Path(retex_hf.__file__).parent
-TRACED = tuple(str(HOME / name) for name in ("routed.py", "execution", "routing", "locks.py"))
-CONTEXT = (trunk._replayed, mixed_call._current, features._current, weights._current, routed._disabled)
+TRACED = tuple(str(HOME / name) for name in ("model/routed_model.py", "execution", "routing", "utils/locks.py"))
+CONTEXT = (
+    trunk_replay._replayed,
+    mixed_call._current,
+    features._current,
+    weight_scores._current,
+    routed_model._disabled,
+)
 EVERY = 15  # the test stops at one in so many lines; by hand, all of them: RETEX_EVERY_LINE=1
 
 
@@ -310,4 +316,4 @@ def test_disabling_one_model_disables_no_other_even_in_its_place(shared):
     entered.__exit__(None, None, None)
     del other, entered
     gc.collect()
-    assert all(context.run(lambda: routed.Turn() not in routed._disabled.get()) for _ in range(100))
+    assert all(context.run(lambda: routed_model.Turn() not in routed_model._disabled.get()) for _ in range(100))

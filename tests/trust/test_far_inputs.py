@@ -17,9 +17,9 @@ from retex_hf import ConfigError, InputError, RetexConfig, RetexModel
 from retex_hf.cli import main
 from retex_hf.cli.build import BuildOptions
 from retex_hf.demo.cards import card_html
-from retex_hf.predictor import Predictor
 from retex_hf.routing import decide
 from retex_hf.routing.signatures import Signatures, held_out_residuals
+from retex_hf.workflows.predictor import Predictor
 
 FAR = {"method": "hard", "far": "merged"}
 # Words of all tasks in one text: near none of them.

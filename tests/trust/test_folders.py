@@ -14,10 +14,19 @@ import pytest
 from small_disks import small_disk
 from trust.subjects import make_artifact
 
-from retex_hf import ArtifactError, RetexModel, WriteError, folders, writing
-from retex_hf.folders import heal, interrupted_build, keep_files, remove, replacing, scratch_folder, workshop
-from retex_hf.handles import OpenFolder
-from retex_hf.writing import whole_file
+from retex_hf import ArtifactError, RetexModel, WriteError
+from retex_hf.utils import atomic_file, atomic_folder
+from retex_hf.utils.atomic_file import whole_file
+from retex_hf.utils.atomic_folder import (
+    heal,
+    interrupted_build,
+    keep_files,
+    remove,
+    replacing,
+    scratch_folder,
+    workshop,
+)
+from retex_hf.utils.folder_handles import OpenFolder
 
 HOLD = """
 import sys, filelock
@@ -171,7 +180,7 @@ def stop_between(monkeypatch, error: type[BaseException]) -> None:
     rename = OpenFolder.rename
 
     def stopping(self: OpenFolder, name: str, *arguments) -> None:
-        if name == folders.NEW:
+        if name == atomic_folder.NEW:
             raise error
         rename(self, name, *arguments)
 
@@ -233,7 +242,7 @@ def test_what_a_kill_left_is_cleared_away(target, held_elsewhere):
 
 def test_what_a_living_process_writes_is_left_alone(target, held_elsewhere, monkeypatch):
     half, before = put(staging(target) / "new", own="half"), content(target)
-    monkeypatch.setattr(folders, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(atomic_folder, "WAIT_SECONDS", 0.05)
     held_elsewhere(target.parent / ".target.saving.lock")
     with pytest.raises(ArtifactError, match="target is being saved by another process: wait for it, or stop it"):
         rewrite(target, "new")
@@ -375,4 +384,4 @@ def test_links_become_copies_where_there_are_none(target, tmp_path, monkeypatch)
 
 def test_a_link_in_a_folder_is_not_followed_when_it_is_synced(target):
     (target / "dangling").symlink_to("nowhere")
-    writing.sync(target)
+    atomic_file.sync(target)

@@ -18,9 +18,9 @@ from trust.subjects import batch, make_tokenizer, texts
 from users import another_user, as_nobody, give, reachable_folder
 
 from retex_hf import RetexError, RetexModel
-from retex_hf import build as building
+from retex_hf.build import build as building
 from retex_hf.cli import main
-from retex_hf.export import export_checkpoint
+from retex_hf.model.export.checkpoint import export_checkpoint
 from retex_hf.recovery import training as training_module
 
 STEP, SCARCE = 48 * 1024, 16 * 1024
@@ -220,7 +220,7 @@ def test_a_push_without_room_for_it_leaves_the_repository_alone(disk, shared, tm
 
 
 def test_figures_and_results_say_it_too(disk):
-    from retex_hf.plots import plot_errors
+    from retex_hf.artifact.plots import plot_errors
 
     disk.fill(leave=0)
     with pytest.raises(RetexError, match=r"errors\.png cannot be written: No space left on device\.$"):

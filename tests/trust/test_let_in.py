@@ -24,13 +24,13 @@ from families import FAMILIES
 from trust.subjects import TASKS, bert, make_artifact, make_tokenizer
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
-from retex_hf import manifest as recorded
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.schema import seal
+from retex_hf.checkpoints import manifest as recorded
 from retex_hf.checkpoints import open_source
-from retex_hf.description import seal
-from retex_hf.evaluation.tasks import load_inputs
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.checkpoints.tokenizer_files import copy_side_files
+from retex_hf.data.datasets import load_inputs
 from retex_hf.recovery import training as module
-from retex_hf.side_files import copy_side_files
 
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Evil: pass\ndef generate(*a, **k): pass\n"
 

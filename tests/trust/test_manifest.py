@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from trust.mutations import STRAYS, reseal
 from trust.subjects import make_artifact, make_model, make_tokenizer, mixed_batch, texts
 
-from retex_hf import ArtifactError, RetexConfig, RetexModel, manifest, verify
+from retex_hf import ArtifactError, RetexConfig, RetexModel, verify
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.reading import read_parts
+from retex_hf.checkpoints import manifest
 from retex_hf.cli import main
-from retex_hf.loading import read_parts
-from retex_hf.preprocess import load_preprocessor
 
 INPUTS = mixed_batch(make_tokenizer())
 

@@ -9,10 +9,10 @@ import pytest
 from trust import matchers
 
 from retex_hf import RetexConfig
-from retex_hf.card import sections
+from retex_hf.artifact.card import sections
 from retex_hf.checkpoints.patterns import MOST_STEPS, Pattern, PatternError, Patterns
 from retex_hf.errors import CheckpointError, ConfigError
-from retex_hf.reading import parse_json
+from retex_hf.utils.strict_files import parse_json
 
 
 @pytest.fixture(autouse=True)

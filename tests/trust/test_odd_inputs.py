@@ -13,7 +13,7 @@ from trust.oddities import Case, Subject, Wrong
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
 from retex_hf.recovery.budget import Spectrum, allocate
 from retex_hf.recovery.closed_form import solve_affine, spectrum
-from retex_hf.recovery.storage import decode, encode
+from retex_hf.recovery.quantize import decode, encode
 
 
 @pytest.mark.parametrize(("case", "family"), odd_inputs.one_family_each(odd_inputs.CASES), ids=lambda one: str(

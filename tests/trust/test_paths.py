@@ -13,15 +13,15 @@ from trust.killed import prepare_folders
 from users import as_nobody, give, reachable_folder
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig, WriteError, verify
+from retex_hf.artifact.plots import plot_errors, save_figures
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.recipe import Recipe
 from retex_hf.cli import main
+from retex_hf.data.datasets import load_inputs
 from retex_hf.evaluation import load_task
-from retex_hf.evaluation.tasks import load_inputs
-from retex_hf.export import export_checkpoint
-from retex_hf.making import make
-from retex_hf.paths import as_path
-from retex_hf.plots import plot_errors, save_figures
-from retex_hf.preprocess import load_preprocessor
-from retex_hf.recipe import Recipe
+from retex_hf.model.export.checkpoint import export_checkpoint
+from retex_hf.utils.paths import as_path
+from retex_hf.workflows.from_recipe import make
 
 BAD = {
     "no such user": ("~nosuchuser/model", "there is no user of that name"),

@@ -19,11 +19,12 @@ from trust import killed
 from trust.mutations import reseal
 from trust.subjects import SIZES, batch, bert, make_artifact, make_tokenizer, mixed_batch, texts
 
-from retex_hf import ArtifactError, RetexConfig, RetexModel, loading, verify
+from retex_hf import ArtifactError, RetexConfig, RetexModel, verify
+from retex_hf.artifact import reading
 from retex_hf.checkpoints.locate import CODE, SIDE_FILES
+from retex_hf.checkpoints.tokenizer_files import SIDE_FILES as KEPT
 from retex_hf.errors import CheckpointError, WriteError
-from retex_hf.folders import replacing
-from retex_hf.side_files import SIDE_FILES as KEPT
+from retex_hf.utils.atomic_folder import replacing
 
 INPUTS = mixed_batch(make_tokenizer())
 
@@ -115,7 +116,7 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(folder, verify
     with torch.no_grad():
         for parameter in (*other.model.parameters(), *other.recovery.parameters()):
             parameter.mul_(1.1)
-    load, times = loading._load_model, []
+    load, times = reading._load_model, []
 
     def late(*arguments):
         if not times:
@@ -123,7 +124,7 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(folder, verify
         times.append(1)
         return load(*arguments)
 
-    monkeypatch.setattr(loading, "_load_model", late)
+    monkeypatch.setattr(reading, "_load_model", late)
     read = RetexModel.from_pretrained(folder, verify=verify)
     assert len(times) == 2
     assert_same(answers(read), answers(other), exact=True)
@@ -131,7 +132,7 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(folder, verify
 
 def test_a_folder_that_is_replaced_all_the_time_is_given_up(folder, monkeypatch):
     numbers = iter(range(1000))
-    monkeypatch.setattr(loading, "_generation", lambda _: next(numbers))
+    monkeypatch.setattr(reading, "_generation", lambda _: next(numbers))
     with pytest.raises(ArtifactError, match="was replaced 10 times while it was read"):
         RetexModel.from_pretrained(folder)
 

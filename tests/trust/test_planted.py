@@ -19,13 +19,23 @@ from trust.killed import Place, answers, build, prepare_folders, recipe, train
 from trust.subjects import make_artifact
 from users import within
 
-from retex_hf import ArtifactError, RetexModel, WriteError, begun, folders, store, verify
-from retex_hf import build as building
-from retex_hf.folders import emptied, heal, interrupted_build, keep_files, replacing, scratch_folder, workshop
-from retex_hf.handles import OpenFolder
-from retex_hf.plots import plot_errors, save_figures
-from retex_hf.recipe import Recipe
-from retex_hf.writing import whole_file
+from retex_hf import ArtifactError, RetexModel, WriteError, verify
+from retex_hf.artifact.plots import plot_errors, save_figures
+from retex_hf.artifact.recipe import Recipe
+from retex_hf.build import build as building
+from retex_hf.checkpoints import tensor_store
+from retex_hf.utils import atomic_folder, unfinished_builds
+from retex_hf.utils.atomic_file import whole_file
+from retex_hf.utils.atomic_folder import (
+    emptied,
+    heal,
+    interrupted_build,
+    keep_files,
+    replacing,
+    scratch_folder,
+    workshop,
+)
+from retex_hf.utils.folder_handles import OpenFolder
 
 PREPARED = "0" * 16
 
@@ -241,7 +251,7 @@ def test_a_folder_that_is_swapped_while_it_is_written_is_not_followed(inner, tar
 def test_a_build_that_is_swapped_while_it_goes_on_is_not_followed(target, precious):
     before = content(precious)
     with workshop(target, {"of": "one"}, True) as place:
-        swap(target.parent / begun.recall(target)[0], precious, False)
+        swap(target.parent / unfinished_builds.recall(target)[0], precious, False)
         emptied(place / "artifact")
         (place / "artifact" / "file").write_text("new")
     assert content(precious) == before
@@ -261,7 +271,7 @@ def test_an_interrupted_build_of_ones_own_is_resumed(target):
     with workshop(target, {"of": "one"}, True) as place:
         assert place.samefile(left) and (place / "work").read_text() == "half"
     assert os.listdir(target.parent) == ["target"]
-    assert begun.recall(target) is None
+    assert unfinished_builds.recall(target) is None
 
 
 def test_another_folder_under_the_name_of_an_interrupted_build_is_not_resumed(target):
@@ -294,7 +304,7 @@ def test_an_interrupted_build_with_links_in_it_is_not_resumed(name, kind, target
 @pytest.mark.parametrize("change", ["link", "pipe", "open to others", "another's", "of another folder", "nonsense"])
 def test_a_record_that_is_not_ones_own_is_not_believed(change, target, tmp_path):
     interrupt(target)
-    record = begun._record_of(target)
+    record = unfinished_builds._record_of(target)
     match change:
         case "link":
             record.rename(tmp_path / "record")
@@ -342,7 +352,7 @@ def test_weights_of_a_prepared_build_do_not_reach_the_artifact(tmp_path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store, "SYNC_SECONDS", 0.0)
+        patch.setattr(tensor_store, "SYNC_SECONDS", 0.0)
         patch.setattr(building.artifact, "finish", stop)
         build(place)
     left = interrupted_build(place.target)
@@ -444,7 +454,7 @@ def test_folders_that_are_nested_too_deeply_are_refused(tmp_path, monkeypatch, c
         with pytest.raises(ArtifactError, match="nested too deeply"):
             keep_files(old, new)
         with OpenFolder.open(tmp_path) as parent:
-            folders._remove_or_say(parent, "old")
+            atomic_folder._remove_or_say(parent, "old")
         assert "old is left over, and could not be removed" in caplog.text
     finally:
         subprocess.run(["rm", "-r", old, new], check=True)
@@ -546,13 +556,13 @@ def test_a_recipe_replaces_its_folder_once(solver, tmp_path, monkeypatch):
     place = Place(tmp_path / "mine", tmp_path / "shared", tmp_path)
     shutil.copytree(place.shared / "previous", place.target)
     before, replaced = content_of_weights(place.target), []
-    change_places = folders._change_places
+    change_places = atomic_folder._change_places
 
     def noting(*arguments: object) -> None:
         replaced.append(content_of_weights(place.target))
         change_places(*arguments)
 
-    monkeypatch.setattr(folders, "_change_places", noting)
+    monkeypatch.setattr(atomic_folder, "_change_places", noting)
     if solver == "adam":
         training = {"solver": "adam", "training": {"steps": 2, "warmup_steps": 0}}
         monkeypatch.setattr(killed, "Recipe", lambda **values: Recipe(**values, **training))

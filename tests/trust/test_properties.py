@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 
 from retex_hf import CheckpointError, ConfigError, RetexConfig, RetexModel
+from retex_hf.checkpoints.manifest import is_inside
 from retex_hf.checkpoints.sources import SAFETENSORS_DTYPES, open_files
 from retex_hf.config import FACTOR_ORDERS, FEATURE_SOURCES, POOLINGS, RECOVERIES, RECOVERY_DTYPES, is_task_name
-from retex_hf.manifest import is_inside
 
 few = settings(
     max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -12,8 +12,9 @@ import torch
 from helpers import assert_same
 from trust.subjects import make_artifact, make_model, make_tokenizer, mixed_batch
 
-from retex_hf import ArtifactError, RetexModel, manifest, verify
-from retex_hf.preprocess import load_preprocessor
+from retex_hf import ArtifactError, RetexModel, verify
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.checkpoints import manifest
 
 INPUTS = mixed_batch(make_tokenizer())
 

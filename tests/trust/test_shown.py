@@ -13,16 +13,16 @@ from signed import make_tokenizer, signed_classifier
 from trust.subjects import make_artifact, make_model
 
 from retex_hf import RetexModel
-from retex_hf import manifest as recorded
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.schema import seal
+from retex_hf.checkpoints import manifest as recorded
 from retex_hf.cli import main
 from retex_hf.config import RetexConfig, is_task_name
 from retex_hf.demo import make_demo
 from retex_hf.demo.page import launch_options
-from retex_hf.description import seal
 from retex_hf.errors import ConfigError
-from retex_hf.evaluation.tables import Table
-from retex_hf.preprocess import load_preprocessor
-from retex_hf.printing import UNPRINTABLE, as_json, visible
+from retex_hf.utils.tables import Table
+from retex_hf.utils.terminal import UNPRINTABLE, as_json, visible
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\r\n"
 NASTY = [

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retex_hf import reading
-from retex_hf.card import sections
+from retex_hf.artifact.card import sections
+from retex_hf.artifact.recipe import Recipe
 from retex_hf.errors import ArtifactError, ConfigError
-from retex_hf.reading import parse_json, parse_yaml, read_json, read_yaml
-from retex_hf.recipe import Recipe
+from retex_hf.utils import strict_files
+from retex_hf.utils.strict_files import parse_json, parse_yaml, read_json, read_yaml
 
 PLAIN = st.recursive(
     st.none()
@@ -100,7 +100,7 @@ def test_json_that_is_refused(text, says):
 def test_what_programs_write_is_read(value):
     assert parse_json(json.dumps(value), "here", ConfigError, kind=None) == value
     plain = json.loads(json.dumps(value))
-    text = reading.yaml.safe_dump(plain, allow_unicode=True)
+    text = strict_files.yaml.safe_dump(plain, allow_unicode=True)
     assert parse_yaml(text, "here", ConfigError, kind=None) == plain
 
 

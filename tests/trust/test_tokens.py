@@ -15,9 +15,9 @@ from local_hub import LocalHub
 from trust.subjects import bert, make_artifact, make_tokenizer
 
 from retex_hf import RetexConfig, RetexError, RetexModel
-from retex_hf import hub as retex_hub
+from retex_hf.artifact import hub as retex_hub
 from retex_hf.cli import main
-from retex_hf.hub_errors import without_secrets
+from retex_hf.utils.hub_errors import without_secrets
 
 SECRET = "hf_MarkerThatMustNotShow0123456789"
 READS = "hf_MarkerThatOnlyReads0123456789"
@@ -28,7 +28,7 @@ MARKER = "Marker"
 def hub(tmp_path, monkeypatch):
     with LocalHub(tmp_path / "hub", tokens={SECRET: "write", READS: "read"}) as hub:
         connect(hub.endpoint, monkeypatch, tmp_path)
-        monkeypatch.setattr("retex_hf.card.writing.DRAWN", {})
+        monkeypatch.setattr("retex_hf.artifact.card.writing.DRAWN", {})
         yield hub
 
 

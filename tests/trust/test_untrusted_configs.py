@@ -25,10 +25,10 @@ from trust.mutations import reseal
 from trust.subjects import TASKS, bert, make_artifact, make_tokenizer, mixed_batch, moved, separate, texts
 
 from retex_hf import CheckpointError, RetexConfig, RetexError, RetexModel
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.backends import config_limits, hf_transformers
+from retex_hf.backends.untrusted_config import vet_transformers_config
 from retex_hf.checkpoints import open_source
-from retex_hf.libraries import hf_transformers, limits
-from retex_hf.libraries.untrusted_config import vet_transformers_config
-from retex_hf.preprocess import load_preprocessor
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 INPUTS = mixed_batch(make_tokenizer())
@@ -359,7 +359,7 @@ def test_no_code_is_copied_beside_a_model(tmp_path, name):
 
 def test_a_model_that_takes_for_ever_to_make_is_refused(tmp_path, monkeypatch):
     """LeViT compares every pair of points of an image, in Python."""
-    monkeypatch.setattr(limits, "HARMLESS_SECONDS", 2.0)
+    monkeypatch.setattr(config_limits, "HARMLESS_SECONDS", 2.0)
     values = {"architectures": ["LevitModel"], "model_type": "levit", "image_size": 8000}
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")

@@ -14,11 +14,11 @@ from PIL import Image
 from trust.uploads import image_model
 
 from retex_hf import ArtifactError, InputError, RetexModel
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.backends import openclip
+from retex_hf.backends.untrusted_config import vet_open_clip_config, vet_side_config
+from retex_hf.backends.untrusted_processor import CheckedProcessor, check_sizes
 from retex_hf.errors import CheckpointError
-from retex_hf.libraries import openclip
-from retex_hf.libraries.untrusted_config import vet_open_clip_config, vet_side_config
-from retex_hf.libraries.untrusted_processor import CheckedProcessor, check_sizes
-from retex_hf.preprocess import load_preprocessor
 
 PHOTO = Image.new("RGB", (40, 30))
 FILE = "preprocessor_config.json"

@@ -16,8 +16,8 @@ from trust.mutations import reseal
 from trust.subjects import make_artifact
 
 from retex_hf import RetexError, RetexModel
-from retex_hf.libraries.untrusted_config import vet_side_config
-from retex_hf.preprocess import load_preprocessor
+from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.backends.untrusted_config import vet_side_config
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from users import NOBODY, another_user, as_nobody, give, reachable_folder
 
 from retex_hf import RetexModel, WriteError
 from retex_hf.errors import ArtifactError, CheckpointError
-from retex_hf.folders import interrupted_build, replacing, scratch_folder, workshop
+from retex_hf.utils.atomic_folder import interrupted_build, replacing, scratch_folder, workshop
 
 ROOT = 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...recovery import RecoveryModule
-from ...recovery.shapes import MATRIX
+from ...recovery.layout import MATRIX
 
 # Multiplications in the time that it takes to read one float32 number from memory: what matters where few rows meet
 # large matrices (decoding). From examples/benchmarks/execution.py, where predictions stand beside measurements.

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ...records import is_record, rebuilt, record_fields
 from ...recovery import RecoveryModule
 from ...rows import Splitter, numbers_per_row
+from ...utils.records import is_record, rebuilt, record_fields
 from ..assignment import Group
-from ..experts import ExpertCache, copy_with, is_plain, names_of
+from ..expert_cache import ExpertCache, copy_with, is_plain, names_of
 from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
-from .side import beside
+from .side_path import beside
 from .sources import Head, Recovered, TensorSource
-from .tensor import TaskTensor
+from .task_tensor import TaskTensor
 
 # How far a pair of rows may be from the two rows alone, relative to the largest entry of the output.
 # Outputs that have the images along their second axis.

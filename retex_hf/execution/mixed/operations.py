@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import MixedCall, MixedUnsupported
 from .sources import Recovered, full_precision
-from .tensor import OPERATIONS, TaskTensor, by_row, described, origin_of, per_task, values_of
+from .task_tensor import OPERATIONS, TaskTensor, by_row, described, origin_of, per_task, values_of
 
 
 def _rows_or_none(call: MixedCall, x: Any, *parameters: Any) -> int | None:

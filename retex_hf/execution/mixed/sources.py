@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...recovery import Layout, RecoveryModule
-from ...recovery.shapes import MATRIX, SHARED_FIRST, VECTOR
+from ...recovery.layout import MATRIX, SHARED_FIRST, VECTOR
 from .call import MixedCall, Origin
 from .products import OwnFactors
 

@@ -1,0 +1,1 @@
+"""The folder that holds a model: its state, schema, files, card, and the way to the Hub and back."""

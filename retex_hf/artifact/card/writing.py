@@ -1,0 +1,237 @@
+"""The model card: from what a model is made of, and what was measured of it, to `README.md`."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...backends import library_of
+from ...config import CONFIG_NAME
+from ...errors import ArtifactError
+from ...utils.strict_files import check_links, read_text
+from ..state import RetexParts
+from . import sections
+from .text import context
+from .usage import GENERATOR, use_of
+
+logger = logging.getLogger(__name__)
+
+CARD_NAME = "README.md"
+# Cards with the results of hundreds of benchmarks have a tenth of that.
+MOST_CARD_BYTES = 2_000_000
+TEMPLATE = Path(__file__).with_name("model_card_template.md")
+FIGURES_FOLDER = "figures"
+# What each figure shows; the first two are drawn from the model itself, the others by an analysis of the build.
+DRAWN = {
+    "errors": "What recovery misses of the experts' differences, by parameter",
+    "results": "Measured shares of right rows, by task",
+}
+CAPTIONS = DRAWN | {
+    "energy_ratios": "How much of each expert's difference its strongest directions hold",
+    "storage": "Recovery error against storage",
+    "losses": "Training of the recovery module",
+    "gammas": "Scales of the affine variant during training",
+}
+FIGURES = {f"{FIGURES_FOLDER}/{name}.png": name for name in CAPTIONS}
+TAGS = ("retex", "model-merging", "merge", "multi-task")
+METHOD = "ReTeX"
+# Hub data sets are told from folders by what only they have: a configuration or a revision.
+HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::[^@/]+(?:@.+)?|@.+)")
+LICENCE_KEYS = ("license", "license_name", "license_link")
+
+
+def write_card(
+    parts: RetexParts, folder: Path, *, previous: Path | None = None, name: str | None = None, figures: bool = False
+) -> None:
+    """Write the card of an artifact into its folder.
+
+    Args:
+        parts: The model.
+        folder: Where the artifact is being written.
+        previous: The folder that it will replace, whose card is brought up to date; default: `folder`.
+        name: The Hub repository that the card is for, and whose card lies in `previous`. Of that and the card of the
+            artifact that the model was loaded from, the one that a person changed since the last push is brought up to
+            date. Default: the card stays here, and bears the name of the folder that is replaced.
+        figures: Draw the figures. Those that are there already are drawn anew in any case. (A figure takes longer than
+            all the rest of a save.)
+    """
+    previous = folder if previous is None else previous
+    own = _own_card(parts) if name is not None else None
+    name = name or previous.name
+    folder.mkdir(exist_ok=True)
+    results = measured(parts)
+    _draw_figures(parts, results, folder, previous, figures)
+    old = _previous_card(parts, previous)
+    text = _text_of(old) if old is not None else None
+    from_here = None
+    if own is not None:
+        ours = _text_of(own)
+        text, both = sections.choose(ours, text, str(own))
+        from_here = text == ours
+        if both:
+            logger.warning("%s and the card of %s were both edited since the last push; the Hub's is kept.", own, name)
+    shown = [
+        (path, CAPTIONS[figure])
+        for path, figure in FIGURES.items()
+        if _is_there(path, folder, previous) and (figure != "results" or results)
+    ]
+    card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, folder, name, results))
+    # Where the base's card is not at hand any more, what it said still holds.
+    text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
+    (folder / CARD_NAME).write_text(text, encoding="utf-8")
+
+
+def _text_of(card: Path) -> str:
+    """A card that others may have written. It is published, so it is no link to a file of this machine."""
+    check_links([card], card.parent, ArtifactError)
+    text = read_text(card, ArtifactError, most=MOST_CARD_BYTES).removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _filled(data: ModelCardData, **values: Any) -> ModelCard:
+    """The template with these values. Rendered in a sandbox, which `ModelCard.from_template` does not do: were a value
+    ever taken for a template, it could still reach nothing."""
+    template = ImmutableSandboxedEnvironment().from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return ModelCard(template.render(card_data=data.to_yaml(), **{**data.to_dict(), **values}))
+
+
+def _previous_card(parts: RetexParts, previous: Path) -> Path | None:
+    """The card to bring up to date: the folder's own, else that of the artifact the model was loaded from."""
+    return previous / CARD_NAME if (previous / CARD_NAME).is_file() else _own_card(parts)
+
+
+def _own_card(parts: RetexParts) -> Path | None:
+    """The card of the artifact that the model was loaded from."""
+    source = parts.side_folder
+    if source is not None and (source / CONFIG_NAME).is_file() and (source / CARD_NAME).is_file():
+        return source / CARD_NAME
+    return None
+
+
+# ---- metadata --------------------------------------------------------------------------------------------------------
+
+
+def _metadata(parts: RetexParts, name: str, results: Mapping[str, Mapping[str, float | None]]) -> ModelCardData:
+    config, use = parts.config, use_of(parts.model)
+    origins = [config.base_model or {}, *config.experts.values()]
+    ids = list(dict.fromkeys(origin["id"] for origin in origins if origin.get("source") == "hub"))
+    data = (parts.recipe or {}).get("data", {})
+    datasets = {task: found["id"] for task, source in data.items() if (found := HUB_DATA.fullmatch(str(source)))}
+    metric = "exact_match" if use.kind == GENERATOR else "accuracy"
+    entries = [
+        EvalResult(
+            task_type=use.pipeline_tag or "other",
+            task_name=task,
+            dataset_type=datasets.get(task, task),
+            dataset_name=task,
+            metric_type="task_identification" if title == IDENTIFIED else metric,
+            metric_name=IDENTIFICATION if title == IDENTIFIED else f"{metric.capitalize().replace('_', ' ')} ({title})",
+            metric_value=share,
+        )
+        for title, shares in results.items()
+        if title not in (EXPERT, MERGED)
+        for task, share in shares.items()
+        if share is not None
+    ]
+    return ModelCardData(
+        library_name=sections.LIBRARY,
+        base_model=ids or None,
+        base_model_relation="merge" if ids else None,
+        tags=[*TAGS, library_of(parts.model).NAME],
+        pipeline_tag=use.pipeline_tag,
+        datasets=list(dict.fromkeys(datasets.values())) or None,
+        metrics=[metric] if entries else None,
+        model_name=name.rpartition("/")[2] if entries else None,
+        eval_results=entries or None,
+        **_licence(parts),
+    )
+
+
+def _licence(parts: RetexParts) -> dict[str, Any]:
+    """What the base's own card says, where it lies beside its weights."""
+    base, folder = parts.config.base_model or {}, parts.side_folder
+    if folder is None or not (folder / CARD_NAME).is_file():
+        return {}
+    if folder.resolve().name not in (base.get("id"), base.get("revision")):
+        return {}  # an expert's, or an artifact's, whose card is brought up to date anyway
+    path = folder / CARD_NAME
+    try:
+        values, *_ = sections.split(_text_of(path), str(path))
+    except ArtifactError as error:  # a card of somebody else, for want of which no work may be lost
+        logger.warning("The licence of the base is not known, name it on the card yourself: %s", error)
+        return {}
+    return {key: values[key] for key in LICENCE_KEYS if _is_licence(values.get(key))}
+
+
+def _is_licence(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+# ---- what was measured -----------------------------------------------------------------------------------------------
+
+UNKNOWN, KNOWN, IDENTIFIED = "task unknown", "task known", "task identified"
+IDENTIFICATION = "Task identification"
+# Not figures of this model: what it is compared with, told the task.
+EXPERT, MERGED = "the expert itself", "merged only"
+
+
+def measured(parts: RetexParts) -> dict[str, dict[str, float | None]]:
+    """`{title: {task: share}}` of the last evaluation; a task that came later has None. Empty without evaluation."""
+    summary = parts.evaluation
+    if summary is None:
+        return {}
+    try:
+        methods, individual = summary["methods"], summary["individual"]
+        own = METHOD if METHOD in methods else next(name for name in methods if name != individual)
+        modes = methods[own]["modes"]
+        found = {
+            UNKNOWN: modes.get("unknown", {}).get("accuracy"),
+            KNOWN: modes.get("known", {}).get("accuracy"),
+            IDENTIFIED: modes.get("unknown", {}).get("identification"),
+            EXPERT: methods[individual]["modes"]["known"]["accuracy"] if individual is not None else None,
+            MERGED: methods.get("merged", {}).get("modes", {}).get("known", {}).get("accuracy"),
+        }
+        return {
+            title: {task: figure["tasks"].get(task, {}).get("value") for task in parts.config.tasks}
+            for title, figure in found.items()
+            if figure is not None
+        }
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ArtifactError(f"The evaluation of the model is not what Report.summary() gives: {error!r}.") from None
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _is_there(path: str, folder: Path, previous: Path) -> bool:
+    return (folder / path).is_file() or (previous / path).is_file()
+
+
+def _draw_figures(
+    parts: RetexParts,
+    results: Mapping[str, Mapping[str, float | None]],
+    folder: Path,
+    previous: Path,
+    everything: bool,
+) -> None:
+    """Draw what can be drawn, and take along what was drawn for the artifact that the model was loaded from."""
+    source = parts.side_folder
+    is_artifact = source is not None and (source / CONFIG_NAME).is_file()
+    for path, name in FIGURES.items():
+        if name in DRAWN:
+            wanted = everything or (previous / path).is_file()
+            if wanted and (parts.errors if name == "errors" else results):
+                from . import figures as drawing  # matplotlib takes longer to import than a card to write
+
+                drawing.draw(name, parts.errors, results, folder / path)
+        elif is_artifact and (source / path).is_file() and not _is_there(path, folder, previous):
+            check_links([source / path], source, ArtifactError)
+            (folder / FIGURES_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(source / path, folder / path)

@@ -1,0 +1,499 @@
+"""A ReTeX folder, read: nothing is trusted before it has been compared with what the configuration says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import LIBRARIES, hf_transformers, library_of, plain_modules, sentence_modules
+from ..checkpoints import manifest, take_inventory
+from ..checkpoints.folder_files import FolderFiles
+from ..checkpoints.sources import Source
+from ..checkpoints.tokenizer_files import is_side_file, side_files, task_tokenizer
+from ..config import CONFIG_NAME, RetexConfig
+from ..errors import ArtifactError, CheckpointError, brief, shorten
+from ..execution import beside_own
+from ..recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
+from ..recovery.quantize import stored_parts
+from ..routing import Signatures, WeightSignatures
+from ..utils.devices import one_device
+from ..utils.module_tensors import resize_tensors
+from ..utils.strict_files import check_links, parse_json, parse_yaml, read_file
+from .files import ArtifactFiles
+from .recipe import cast_when_loaded
+from .schema import (
+    EVALUATION_NAME,
+    HEADS,
+    OWN_FILES,
+    PRETRAINED,
+    RECIPE_NAME,
+    RECOVERY,
+    ROWS,
+    SIGNATURES,
+    TAKEN_FOR_MODELS,
+    TASK_EMBEDDING,
+    TRAINING_NAME,
+    Entry,
+    head_key,
+    is_count,
+    read_description,
+    read_manifest,
+)
+from .state import RetexParts
+
+# How often a folder is read before one that others keep replacing is given up.
+ATTEMPTS = 10
+
+
+def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **load_options: Any) -> RetexParts:
+    """Read a folder. Everything is checked before a model is made of it.
+
+    Files are opened one after the other, by name. If the folder is replaced meanwhile (another process saves there), it
+    is read again, because its first files would be of one artifact and its last ones of another.
+
+    Args:
+        folder: The artifact.
+        verify: Compare the contents of all files that are read with what is recorded of them. Files are read once, and
+            what was compared is what is used, whatever happens to the files afterwards. Without, weights are mapped.
+        check_finite: Look at every number.
+        load_options: Go to the library of the merged model.
+    """
+    for _ in range(ATTEMPTS):
+        before = _generation(folder)
+        try:
+            files, parts = _read_parts(folder, verify, check_finite, keep=True)
+            library = library_of(parts.model)
+            options = {**load_options, **_sized_maker(load_options.get("make_model"), parts)}
+            model = _load_model(folder, library, files, options)
+            _check_feature_layer(folder, model, parts.signatures)
+        except Exception:  # in a folder that is being replaced, any reader may trip over anything
+            if before is None or _generation(folder) == before:
+                raise
+            continue
+        if _generation(folder) == before:
+            heads = {task: beside_own(model, head) for task, head in parts.heads.items()}
+            rows = {task: beside_own(model, own) for task, own in parts.rows.items()}
+            recipe = _recipe_of(parts, files.weights(library.WEIGHTS_STEM), load_options.get("dtype"))
+            return dataclasses.replace(parts, model=model, heads=heads, rows=rows, recipe=recipe)
+    raise ArtifactError(
+        f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer saved."
+    )
+
+
+def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> dict[str, Any] | None:
+    """Return the recipe of what is loaded, which does not tell of another dtype than that of most stored numbers."""
+    numbers: Counter[torch.dtype] = Counter()
+    for info in stored.infos.values():
+        if info.dtype.is_floating_point:
+            numbers[info.dtype] += prod(info.shape)
+    asked = isinstance(dtype, torch.dtype) and bool(numbers)
+    return cast_when_loaded(parts.recipe, dtype) if asked and numbers.most_common(1)[0][0] != dtype else parts.recipe
+
+
+def _generation(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from the one that takes its place: every save writes a configuration of its own."""
+    try:
+        found = (folder / CONFIG_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def read_parts(folder: Path, *, verify: bool = True, check_finite: bool = False) -> tuple[RetexParts, ArtifactFiles]:
+    """Read all of an artifact, checked, but with the merged model on the meta device. Weights stay mapped."""
+    files, parts = _read_parts(folder, verify, check_finite, keep=False)
+    return parts, files
+
+
+def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -> tuple[ArtifactFiles, RetexParts]:
+    config, section = read_description(folder, verify=verify)
+    library = LIBRARIES[section["library"]]
+    files, _ = open_artifact(folder, section, verify=verify, keep=keep)
+    recovery, errors = read_recovery(files, section, config)
+    heads = _read_heads(files, section, config)
+    rows = _read_rows(files, section, config)
+    signatures = _read_signatures(files, section, config)
+    pretrained = _read_pretrained(files) if config.feature_source == "pretrained" else {}
+    model = _plan_model(files, library)
+    _check_fits(folder, model, recovery, heads, pretrained)
+    _check_vocabulary(folder, model, config, rows, heads)
+    _check_labels(folder, model, config, heads)
+    if library is not plain_modules:  # what those are made of is known when they are made
+        _check_feature_layer(folder, model, signatures)
+    history = read_beside(files, TRAINING_NAME, list) or []
+    if not all(isinstance(entry, dict) for entry in history):
+        raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
+    recipe = read_beside(files, RECIPE_NAME, dict)
+    evaluation = read_beside(files, EVALUATION_NAME, dict)
+    home = folder.absolute()  # tokenizers are taken along later, when the current folder may be another
+    parts = RetexParts(
+        config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
+    )
+    parts.rows = rows
+    own = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
+    parts.tokenizers = {task: home / task_tokenizer(task) for task in own}
+    if check_finite:
+        for source in files.sources():
+            check_numbers(source)
+    return files, parts
+
+
+def open_artifact(
+    folder: Path, section: dict[str, Any], *, verify: bool, keep: bool = False
+) -> tuple[ArtifactFiles, dict[str, manifest.FileRecord]]:
+    """Open the files that an artifact records, and refuse those that would be taken for a part of it."""
+    records = read_manifest(folder, section)
+    manifest.check_strays(folder, records, (*TAKEN_FOR_MODELS, *(OWN_FILES if verify else ())))
+    return ArtifactFiles.open(folder, records, verify=verify, keep=keep), records
+
+
+def read_side_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer and processor files of a folder, which may be an artifact.
+
+    Of an artifact, they must be those that it records: one that was changed, and one that was added, would change what
+    the model is given.
+    """
+    files = list(side_files(folder))
+    check_links(files, folder, ArtifactError)
+    there = {file.relative_to(folder).as_posix(): file for file in files}
+    records = recorded_side_files(folder)
+    if records is None:
+        return {name: read_file(file, ArtifactError) for name, file in there.items()}
+    if stray := sorted(there.keys() - records.keys()):
+        raise ArtifactError(
+            f"{folder / stray[0]} would be read with the artifact, but {CONFIG_NAME} does not list it: remove it, or, "
+            f"if it is meant, record it with `retex verify {folder} --record`."
+        )
+    return {name: manifest.read_verified(folder, name, found) for name, found in records.items()}
+
+
+def read_config_files(folder: Path, name: str) -> FolderFiles:
+    """Return the configuration of a folder's model; of an artifact, as it is recorded."""
+    if not (folder / CONFIG_NAME).exists():
+        return FolderFiles(folder)
+    _, section = read_description(folder)
+    records = read_manifest(folder, section)
+    return FolderFiles(folder, {name: manifest.read_verified(folder, name, records[name])} if name in records else {})
+
+
+def recorded_side_files(folder: Path) -> dict[str, manifest.FileRecord] | None:
+    """Return the records of an artifact's tokenizer and processor files; None where a folder is no artifact."""
+    if not (folder / CONFIG_NAME).exists():
+        return None
+    _, section = read_description(folder)
+    return {name: found for name, found in read_manifest(folder, section).items() if is_side_file(name)}
+
+
+def check_numbers(source: Source) -> None:
+    """Refuse weights that hold NaN or infinite numbers."""
+    for name in source.infos:
+        tensor = source.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ArtifactError(f"{source.label}: tensor {name!r} holds NaN or infinite numbers.")
+
+
+def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
+    """Return what an optional YAML or JSON file holds; None where there is no such file."""
+    if not files.has(name):
+        return None
+    path = str(files.folder / name)
+    try:
+        text = files.read(name, ArtifactError).decode()
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path} is not text in UTF-8.") from None
+    if name.endswith(".yaml"):
+        return parse_yaml(text, path, ArtifactError, kind=kind)
+    return parse_json(text, path, ArtifactError, kind=kind, infinite=True)  # a measurement may have come out as NaN
+
+
+def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
+    source = files.weights(library.WEIGHTS_STEM)
+    try:
+        if library is hf_transformers:
+            sentence_modules.read_modules(files)
+        return library.plan(files.folder, source, files=files)
+    except CheckpointError as error:
+        raise ArtifactError(f"{files.folder}: the merged model does not load: {error}") from error
+
+
+def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
+    try:
+        weights = files.weights(library.WEIGHTS_STEM)
+        # Weights in memory are used by nobody else; mapped ones would change with their file.
+        options = {"files": files, "copy": not files.tensors, **load_options}
+        if library is hf_transformers:
+            model = library.load(folder, weights, **options)
+            sentence_modules.attach(model, sentence_modules.read_modules(files))
+        else:
+            device = one_device(options.pop("device_map", None))
+            model = library.load(folder, weights, **options).to(device)
+    except CheckpointError as error:
+        raise ArtifactError(f"{folder}: the merged model does not load: {error}") from error
+    return model.requires_grad_(False)
+
+
+def _read_pretrained(files: ArtifactFiles) -> dict[str, Tensor]:
+    source = files.weights(PRETRAINED)
+    _check_tensors(source, {name: info.shape for name, info in source.infos.items()})
+    return {name: source.read(name) for name in source.infos}
+
+
+def _check_tensors(
+    source: Source,
+    expected: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Names and shapes must be those expected, dtypes too where given; else any floating-point one will do."""
+    where = source.label
+    missing = sorted(set(expected) - set(source.infos))
+    if missing:
+        raise ArtifactError(f"{where} lacks {shorten(missing)}, which {CONFIG_NAME} asks for.")
+    foreign = sorted(set(source.infos) - set(expected))
+    if foreign:
+        raise ArtifactError(f"{where} holds {shorten(foreign)}, which {CONFIG_NAME} does not list.")
+    for name, shape in expected.items():
+        info = source.infos[name]
+        if info.shape != tuple(shape):
+            raise ArtifactError(
+                f"{where}: tensor {name!r} has shape {info.shape}, but {CONFIG_NAME} asks for {tuple(shape)}."
+            )
+        if dtypes is None and not info.dtype.is_floating_point:
+            raise ArtifactError(f"{where}: tensor {name!r} has dtype {info.dtype}, expected floating point.")
+        if dtypes is not None and info.dtype != dtypes[name]:
+            raise ArtifactError(
+                f"{where}: tensor {name!r} has dtype {info.dtype}, but {CONFIG_NAME} asks for {dtypes[name]}."
+            )
+
+
+def read_recovery(
+    files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
+) -> tuple[RecoveryModule, dict[str, float]]:
+    """Return the recovery module over a folder's weights, and the relative error of every parameter."""
+    folder = files.folder
+    entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
+    for name, entry in entries.items():
+        if entry.generator not in entries or entries[entry.generator].layout != entry.layout:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
+    source = files.weights(RECOVERY)
+    embedding_dim = config.task_embedding_dim or len(config.tasks)
+    parts = {
+        name: stored_parts(entry.layout, embedding_dim, f"{name}.bias" in source.infos, config.recovery_dtype)
+        for name, entry in entries.items()
+        if entry.generator == name
+    }
+    expected = {TASK_EMBEDDING: ((len(config.tasks), embedding_dim), torch.float32)}
+    for name, stored in parts.items():
+        expected |= {f"{name}.{part}": info for part, info in stored.items()}
+    for name, entry in entries.items():
+        if entry.scaled:
+            scale = {"weight": ((embedding_dim,), torch.float32), "bias": ((), torch.float32)}
+            expected |= {f"{name}.scale.{part}": info for part, info in scale.items()}
+    shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
+    _check_tensors(source, shapes, dtypes)
+
+    # Tensors are taken as they are: where the file is mapped, nothing is ever read of tasks that are not used.
+    made = {
+        name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
+        for name, stored in parts.items()
+    }
+    generators = {name: made[entry.generator] for name, entry in entries.items()}
+    scales = {
+        name: ScaleGenerator(source.read(f"{name}.scale.weight"), source.read(f"{name}.scale.bias"))
+        for name, entry in entries.items()
+        if entry.scaled
+    }
+    errors = {name: entry.error for name, entry in entries.items()}
+    return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
+
+
+def _read_heads(files: ArtifactFiles, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
+    folder, listed = files.folder, _dict(section, "heads", files.folder)
+    if set(listed) != set(config.tasks):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} lists heads for {sorted(listed)}, but its tasks are {config.tasks}."
+        )
+    return _read_groups(files, listed, config.tasks, HEADS, "head")
+
+
+def _read_rows(files: ArtifactFiles, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:
+    folder = files.folder
+    listed = _dict(section, "rows", folder) if "rows" in section else {}
+    if any(found and set(found) != set(config.tasks) for found in (listed, config.vocabulary)) or (
+        listed and not config.vocabulary
+    ):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} lists rows for {sorted(listed)} and vocabularies for {sorted(config.vocabulary)}, "
+            f"but its tasks are {config.tasks}."
+        )
+    return _read_groups(files, listed, list(listed), ROWS, "rows")
+
+
+def _read_groups(
+    files: ArtifactFiles, listed: dict[str, Any], tasks: list[str], stem: str, what: str
+) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors that each task has of its own in one file, of the shapes that are listed."""
+    folder = files.folder
+    expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
+    for key, shape in expected.items():
+        if not isinstance(shape, list) or not all(is_count(size) for size in shape):
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the {what} {key!r} is given the shape {brief(shape)}.")
+    if not expected:
+        return {task: {} for task in tasks}
+    source = files.weights(stem)
+    _check_tensors(source, expected)
+    return {task: {name: source.read(head_key(task, name)).clone() for name in listed[task]} for task in tasks}
+
+
+def _read_signatures(
+    files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
+) -> Signatures | WeightSignatures | None:
+    if section.get("signatures") is None:
+        return None
+    folder = files.folder
+    described = _dict(section, "signatures", folder)
+    from_weights = config.signatures == "weights"
+    tasks, layer = len(config.tasks), described.get("feature_layer")
+    rank, width, held_out = sizes = [described.get(key) for key in ("rank", "width", "held_out")]
+    sizes_given = all(is_count(size) for size in sizes)
+    if not isinstance(layer, str) or not (from_weights or sizes_given):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
+    source = files.weights(SIGNATURES)
+    expected = {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)}
+    expected = {"centre": (tasks,)} if from_weights else expected
+    _check_tensors(source, expected)
+    tensors = [source.read(name).clone() for name in expected]
+    return (WeightSignatures if from_weights else Signatures)(*tensors, layer)
+
+
+def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(values.get(key), dict):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: {key!r} must be an object, not {values.get(key)!r}.")
+    return values[key]
+
+
+def _check_fits(
+    folder: Path,
+    model: nn.Module,
+    recovery: RecoveryModule,
+    heads: dict[str, dict[str, Tensor]],
+    pretrained: dict[str, Tensor],
+) -> None:
+    """The recovery must belong to this merged model, and so must heads and the tensors of the base."""
+    tensors = model.state_dict()
+    recovered = {name: recovery[name].layout.shape for name in recovery}
+    of_base = {name: tuple(tensor.shape) for name, tensor in pretrained.items()}
+    for stem, what, shapes in ((RECOVERY, "recovery", recovered), (PRETRAINED, "copy of the base", of_base)):
+        for name, shape in shapes.items():
+            if name not in tensors:
+                raise ArtifactError(f"{folder}: the merged model has no tensor {name!r}, which {stem}* has.")
+            if tuple(tensors[name].shape) != shape:
+                raise ArtifactError(
+                    f"{folder}: tensor {name!r} of the merged model has shape {tuple(tensors[name].shape)}, "
+                    f"but its {what} has {shape}."
+                )
+    for task, head in heads.items():
+        for name, tensor in head.items():
+            if name not in tensors:
+                raise ArtifactError(f"{folder}: the merged model has no tensor {name!r}, a head of task {task!r}.")
+            if tensor.ndim != tensors[name].ndim:
+                raise ArtifactError(
+                    f"{folder}: tensor {name!r} has {tensors[name].ndim} axes in the merged model, but {tensor.ndim} "
+                    f"in the head of task {task!r}."
+                )
+
+
+def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures | WeightSignatures | None) -> None:
+    if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
+            "the signatures are of."
+        )
+
+
+def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:
+    """The caller's function, of which heads may come in any size: those of the first task are what is stored."""
+    if not callable(make_model) or isinstance(make_model, nn.Module):
+        return {} if make_model is None else {"make_model": make_model}
+    head = parts.heads[parts.config.tasks[0]]
+
+    def make() -> Any:
+        model = make_model()
+        if not isinstance(model, nn.Module):
+            return model  # which is refused where it is to be filled
+        known = model.state_dict()
+        resize_tensors(
+            model,
+            {
+                name: tuple(tensor.shape)
+                for name, tensor in head.items()
+                if name in known and known[name].shape[1:] == tensor.shape[1:]
+            },
+        )
+        return model
+
+    return {"make_model": make}
+
+
+def _check_vocabulary(
+    folder: Path,
+    model: nn.Module,
+    config: RetexConfig,
+    rows: Mapping[str, Mapping[str, Tensor]],
+    heads: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Every task has the rows that its vocabulary has beyond the merged model's, of the same tensors; without such
+    rows, its tokens are those of its own tables, or of the merged model's."""
+    if not config.vocabulary:
+        return
+    library, tensors = library_of(model), model.state_dict()
+    known = library.vocabulary_names(model, take_inventory(model))
+    for task, described in config.vocabulary.items() if not rows else ():
+        size = len(heads[task].get(known[0], tensors[known[0]])) if known else None
+        if described["size"] != size:
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} gives task {task!r} {described['size']} tokens, but its tensors have "
+                f"{size or 'no'} rows for tokens."
+            )
+    names = set(next(iter(rows.values()), ()))
+    for task, own in rows.items():
+        size = config.vocabulary[task]["size"]
+        if set(own) != names or not names or not names <= set(known):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} lists rows of {sorted(own)} for task {task!r}; those with a row per token are "
+                f"{known}."
+            )
+        for name, tensor in own.items():
+            expected = (max(0, size - len(tensors[name])), *tensors[name].shape[1:])
+            if tuple(tensor.shape) != expected:
+                raise ArtifactError(
+                    f"{folder}: task {task!r} has rows of shape {tuple(tensor.shape)} in {name!r}, but its {size} "
+                    f"tokens ask for {expected}."
+                )
+
+
+def _check_labels(
+    folder: Path, model: nn.Module, config: RetexConfig, heads: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Every class of a head has a label, and no label is without a class."""
+    if config.labels and set(config.labels) != set(config.tasks):
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME} has labels for {sorted(config.labels)}, but its tasks are {config.tasks}."
+        )
+    width, shapes = library_of(model).num_labels(model), {name: t.shape for name, t in model.state_dict().items()}
+    first = heads[config.tasks[0]]
+    outputs = [name for name in first if shapes[name] and shapes[name][0] == width]
+    for task, described in config.labels.items():
+        classes = len(heads[task][outputs[-1]]) if outputs and outputs[-1] in heads[task] else None
+        if classes != len(described["id2label"]):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME} names {len(described['id2label'])} labels of task {task!r}, whose head has "
+                f"{classes or 'no'} classes."
+            )

@@ -1,0 +1,387 @@
+"""A recipe: everything a build needs, as plain values that fit a YAML file.
+
+An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building from it again gives the same files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import RetexConfig
+from ..errors import ConfigError, brief
+from ..recovery import TrainingConfig
+from ..utils.strict_files import read_yaml
+
+FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "trunk"}
+# What says where results go, not what they are.
+OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse", "device"}
+# What says how reference inputs are read, besides where they are.
+OF_REFERENCES = ("split", "input_column", "max_length", "seed")
+SIGNED_IN_MEMORY = "fit signatures on batches in memory"
+# Sums depend on their number in the last bit, so a recipe may ask for more than there are cores; not for any number.
+MOST_THREADS = max(256, os.cpu_count() or 1)
+PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
+
+
+@dataclasses.dataclass
+class Recipe:
+    """Everything a build needs.
+
+    Args:
+        base: The pre-trained model: a folder or Hub id.
+        experts: Task names and their experts.
+        config: Fields of RetexConfig.
+        solver: "closed_form" (exact) or "adam" (the paper's training).
+        training: Fields of TrainingConfig, for "adam".
+        model_config: For OpenCLIP weights without a configuration: the architecture's name.
+        check_base: Refuse experts that do not descend from the base.
+        dtype: Of the merged model: float32, bfloat16 or float16. Default: as the first expert is stored.
+        device: Where to merge, solve and sign, such as cuda or cuda:1, or auto: an accelerator, if there is one.
+            Default: the CPU.
+        data: Task names and their data: a folder with train.* and test.* files, a file, or a Hub id. Signatures are
+            fitted on them.
+        split: The part of the data that signatures are fitted on.
+        input_column: The column of texts or images; default: found by common names.
+        max_length: Texts are cut after so many tokens; default: what the tokenizer takes.
+        seed: Of the draw of reference inputs.
+        changes: What was done after the build, in order: `{add: task, expert: source, data: source}`, `{remove: task}`,
+            `{sign: {data: ..., ...}}`.
+        unrecorded: What else was done that no recipe can say, such as fitting signatures on batches in memory.
+        threads: Threads that the solver runs on; sums depend on their number in the last bit. Default: torch's own.
+        made_with: Versions of the libraries that the artifact was made with.
+        output_dir: Where the artifact goes.
+        push_to_hub: Upload the artifact to this repository.
+        mixed_precision: "no", "bf16" or "fp16", for "adam".
+        gradient_accumulation_steps: Backward passes per optimizer step, for "adam".
+        log_with: A tracker of accelerate, such as "tensorboard" or "wandb".
+        cpu: Stay on the CPU.
+        analyse: Also draw the experts' spectra, and error against storage.
+
+    Example:
+        >>> from retex_hf.artifact.recipe import Recipe
+        >>> recipe = Recipe.from_dict({"base": "org/base", "experts": {"a": "org/a"}, "config": {"rank": 64}})
+        >>> recipe.to_dict()
+        {'base': 'org/base', 'experts': {'a': 'org/a'}, 'config': {'rank': 64}}
+    """
+
+    base: str | None = None
+    experts: dict[str, str] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    solver: str = "closed_form"
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_config: str | dict[str, Any] | None = None
+    check_base: bool = True
+    dtype: str | None = None
+    device: str | None = None
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    split: str = "train"
+    input_column: str | list[str] | None = None
+    max_length: int | None = None
+    seed: int = 0
+    changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    unrecorded: list[str] = dataclasses.field(default_factory=list)
+    threads: int | None = None
+    made_with: dict[str, str] = dataclasses.field(default_factory=dict)
+    output_dir: str | None = None
+    push_to_hub: str | None = None
+    mixed_precision: str = "no"
+    gradient_accumulation_steps: int = 1
+    log_with: str | None = None
+    cpu: bool = False
+    analyse: bool = False
+
+    @classmethod
+    def read(cls, path: str | Path) -> Recipe:
+        """Read a YAML file."""
+        name = f"The recipe {path}"
+        return cls.from_dict(read_yaml(Path(path), ConfigError, name=name), name)
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "The recipe") -> Recipe:
+        """A recipe from plain values; `where` names them in messages."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where} must hold keys and values.")
+        _check_keys(values, field_names(cls), where)
+        values = {key: value for key, value in values.items() if value is not None}
+        if values.get("mixed_precision") is False:  # YAML reads a bare `no` so
+            values["mixed_precision"] = "no"
+        for field in dataclasses.fields(cls):
+            if field.name in values:
+                _check_kind(values[field.name], str(field.type), f"{field.name!r} of {_lower(where)}")
+        for section, known in (("config", settable_fields()), ("training", field_names(TrainingConfig))):
+            _check_keys(values.get(section, {}), known, f"{section!r} of {_lower(where)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values that are not the defaults."""
+        default = Recipe()
+        values = {name: getattr(self, name) for name in field_names(Recipe, ordered=True)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+    def stored(self) -> dict[str, Any]:
+        """What an artifact keeps: all that the result depends on."""
+        return {name: value for name, value in self.to_dict().items() if name not in OF_THE_RUN}
+
+    def check(self) -> None:
+        """Refuse a recipe that nothing can be built from."""
+        if not self.base or not self.experts:
+            raise ConfigError("A build needs a base and experts, from a recipe or as flags.")
+        unknown = sorted(set(self.data) - set(self.experts))
+        if unknown:
+            raise ConfigError(f"data names {unknown[0]!r}, which is not among the experts {sorted(self.experts)}.")
+        missing = [task for task in self.experts if task not in self.data]
+        if self.data and missing:
+            raise ConfigError(
+                f"data names no source for the task {missing[0]!r}; signatures need inputs of every task."
+            )
+        _check_threads(self.threads)
+        for change in self.changes:
+            if not isinstance(change, dict) or not {"add", "remove", "sign"} & set(change):
+                raise ConfigError(f"A change must be an add, a remove or a sign, not {brief(change)}.")
+            if "add" in change and not isinstance(change.get("expert"), str):
+                raise ConfigError(f"A change that adds a task must name its expert, unlike {brief(change)}.")
+
+
+def describe_build(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    *,
+    revisions: Mapping[str, str | None],
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    model_config: str | dict[str, Any] | None = None,
+    check_base: bool = True,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any] | None:
+    """The recipe of a build, or None where something of it is in memory only.
+
+    Paths are kept as they were given. `revisions` holds the commit of every Hub source (by its text): what a branch
+    holds changes, a commit does not.
+    """
+    if not all(isinstance(source, (str, PathLike)) for source in (base, *experts.values())):
+        return None
+
+    def pinned(source: Any) -> str:
+        source = str(source)
+        revision = revisions.get(source)
+        return source if revision is None else f"{source.partition('@')[0]}@{revision}"
+
+    recipe = Recipe(
+        base=pinned(base),
+        experts={task: pinned(source) for task, source in experts.items()},
+        config=changed_fields(config),
+        solver=solver,
+        training={} if training is None else _plain(changed_fields(training)),
+        model_config=model_config,
+        check_base=check_base,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        made_with={name: version(name) for name in PACKAGES},
+    )
+    return recipe.stored()
+
+
+def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str, str]:
+    """The data of those tasks that a recipe names data for, in the build or in later changes.
+
+    >>> from retex_hf.artifact.recipe import known_data
+    >>> changes = [{"add": "b", "expert": "x", "data": {"b": "b.txt"}}, {"remove": "c"}]
+    >>> known_data({"data": {"a": "a.txt", "c": "c.txt"}, "changes": changes}, ["a", "b"])
+    {'a': 'a.txt', 'b': 'b.txt'}
+    """
+    recipe = recipe or {}
+    found = {}
+    for references in (recipe, *(change.get("sign", change) for change in stored_changes(recipe))):
+        found |= _read_references(references).get("data", {})
+    return {task: found[task] for task in tasks if task in found}
+
+
+def known_experts(recipe: dict[str, Any]) -> dict[str, str]:
+    """The experts that a recipe names, in the build or in later changes."""
+    built = recipe.get("experts", {})
+    _check_kind(built, "dict[str, str]", "'experts' of the artifact's recipe")
+    added = [(change["add"], change.get("expert")) for change in stored_changes(recipe) if "add" in change]
+    wrong = [pair for pair in added if not all(isinstance(part, str) for part in pair)]
+    if wrong:
+        raise ConfigError(f"A change of the artifact's recipe must add a task and its expert, not {brief(wrong[0])}.")
+    return built | dict(added)
+
+
+def known_base(recipe: dict[str, Any]) -> str | None:
+    """The base that a recipe names."""
+    if recipe.get("base") is not None:
+        _check_kind(recipe["base"], "str", "'base' of the artifact's recipe")
+    return recipe.get("base")
+
+
+def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool, instead: str) -> None:
+    """Refuse to read what an artifact's recipe names, unless its author is trusted.
+
+    The artifact may be a stranger's: what it names would be asked of the Hub, or read from this machine and shown.
+
+    Args:
+        named: What would be read, and where the recipe says that it is.
+        artifact: Whose recipe it is.
+        trusted: Whether the caller has said so.
+        instead: How the caller can name it.
+    """
+    if named and not trusted:
+        shown = ", ".join(f"{what}: {brief(source)}" for what, source in named.items())
+        raise ConfigError(
+            f"The recipe in {artifact} names what to read ({shown}): pass --trust-recipe if you trust its author, or "
+            f"{instead}."
+        )
+
+
+def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
+    """How the inputs were read that all tasks were last signed with: `OF_REFERENCES`, where not at their defaults.
+
+    >>> from retex_hf.artifact.recipe import last_references
+    >>> last_references({"max_length": 32, "changes": [{"remove": "c"}, {"sign": {"data": {}, "max_length": 64}}]})
+    {'max_length': 64}
+    """
+    recipe = recipe or {}
+    signings = [change["sign"] for change in stored_changes(recipe) if "sign" in change]
+    last = _read_references((signings or [recipe])[-1])
+    return {key: value for key, value in last.items() if key in OF_REFERENCES}
+
+
+def stored_changes(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the changes in an artifact's recipe, which is read as plain values and may hold anything."""
+    changes = recipe.get("changes", [])
+    if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
+        raise ConfigError(f"'changes' of the artifact's recipe must be a list of changes, not {brief(changes)}.")
+    return changes
+
+
+def _read_references(values: Any) -> dict[str, Any]:
+    """Return what says where reference inputs are and how they are read, each of its own kind."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"'sign' of the artifact's recipe must hold keys and values, not {brief(values)}.")
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Recipe)}
+    found = {key: values[key] for key in ("data", *OF_REFERENCES) if values.get(key) is not None}
+    for key, value in found.items():
+        _check_kind(value, kinds[key], f"{key!r} of the artifact's recipe")
+    return found
+
+
+def signed_task_in_memory(task: str) -> str:
+    """How a recipe says that one task was signed so when it was added."""
+    return f"sign task {task!r} with batches in memory"
+
+
+def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The recipe of a model whose signatures were fitted on batches that no recipe can name.
+
+    Earlier signatures stay in it: tasks that were added since have joined them.
+    """
+    return _unrecorded(recipe, SIGNED_IN_MEMORY)
+
+
+def cast_when_loaded(recipe: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The recipe of a model that was loaded in another dtype than it is stored in, and may be saved so.
+
+    >>> import torch
+    >>> from retex_hf.artifact.recipe import cast_when_loaded
+    >>> cast_when_loaded({"base": "org/base"}, torch.float16)
+    {'base': 'org/base', 'unrecorded': ['cast the merged model to float16']}
+    """
+    return _unrecorded(recipe, f"cast the merged model to {str(dtype).removeprefix('torch.')}")
+
+
+def _unrecorded(recipe: dict[str, Any] | None, what: str) -> dict[str, Any] | None:
+    if recipe is None:
+        return None
+    known = recipe.get("unrecorded", [])
+    if not isinstance(known, list) or not all(isinstance(entry, str) for entry in known):
+        raise ConfigError(f"'unrecorded' of the artifact's recipe must be a list of texts, not {brief(known)}.")
+    return recipe | {"unrecorded": sorted({*known, what})}
+
+
+@contextmanager
+def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
+    """As many threads as the recipe was built with, if it says so."""
+    usual, wanted = torch.get_num_threads(), (recipe or {}).get("threads")
+    _check_threads(wanted)
+    torch.set_num_threads(wanted or usual)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _check_threads(threads: Any) -> None:
+    whole = isinstance(threads, int) and not isinstance(threads, bool)
+    if threads is not None and not (whole and 1 <= threads <= MOST_THREADS):
+        raise ConfigError(f"threads must be a positive number of at most {MOST_THREADS}, not {brief(threads)}.")
+
+
+def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
+    """The fields of a configuration that a user may set and that are not at their defaults."""
+    default = type(config)()
+    names = [field.name for field in dataclasses.fields(config) if field.name not in FILLED_ON_BUILD]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+def field_names(cls: type, ordered: bool = False) -> Any:
+    """Names of a dataclass's fields."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return names if ordered else set(names)
+
+
+def settable_fields() -> set[str]:
+    """Fields of RetexConfig that a person sets."""
+    return field_names(RetexConfig) - FILLED_ON_BUILD
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _lower(where: str) -> str:
+    return where[0].lower() + where[1:]
+
+
+def _check_keys(values: Any, known: set[str], where: str) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold keys and values, not {values!r}.")
+    unknown = sorted(str(key) for key in set(values) - known)
+    if unknown:
+        raise ConfigError(f"{where} has no key {unknown[0]!r}; its keys are {sorted(known)}.")
+
+
+# What the annotation of a field allows, in words; others are checked where they are used.
+KINDS = {
+    "str": (str, "a text"),
+    "str | None": (str, "a text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "int | None": (int, "a whole number"),
+}
+
+
+def _check_kind(value: Any, annotation: str, where: str) -> None:
+    if annotation == "dict[str, str]":
+        if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+            raise ConfigError(f"{where} must hold names and texts, not {brief(value)}.")
+    elif annotation.startswith("list[") and not isinstance(value, list):
+        raise ConfigError(f"{where} must be a list, not {brief(value)}.")
+    elif annotation == "str | list[str] | None":
+        if not isinstance(value, str) and not (
+            isinstance(value, list) and all(isinstance(part, str) for part in value)
+        ):
+            raise ConfigError(f"{where} must be a text or a list of texts, not {brief(value)}.")
+    elif annotation in KINDS:
+        kind, words = KINDS[annotation]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{where} must be {words}, not {brief(value)}.")

@@ -1,0 +1,171 @@
+"""`retex_config.json` of a saved folder: what it says of the folder itself. The one place that knows file names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import inf, isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from ..backends import LIBRARIES, library_of
+from ..checkpoints import manifest
+from ..checkpoints.manifest import IF_MEANT
+from ..config import CONFIG_NAME, RetexConfig, read_config_file
+from ..errors import ArtifactError, ConfigError, brief
+from ..recovery import Layout, RecoveryModule
+from ..recovery.layout import KINDS, MATRIX, ORDERS, VECTOR
+from .state import RetexParts
+
+FORMAT_VERSION = 2
+RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
+    "retex_recovery",
+    "retex_signatures",
+    "retex_heads",
+    "retex_rows",
+    "retex_pretrained",
+)
+TRAINING_NAME, RECIPE_NAME, EVALUATION_NAME = "retex_training.json", "retex_recipe.yaml", "retex_evaluation.json"
+TASK_EMBEDDING = "task_embedding"
+LARGEST_SIZE = 2**40
+# Files that a new save replaces; everything else in the folder belongs to the user and is kept.
+OWN_FILES = (
+    "retex_*", "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+    "open_clip_config.json", "open_clip_model.safetensors", "diffusion_pytorch_model*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)  # fmt: skip
+# What else shows that a folder holds a model already.
+FOREIGN_MODELS = (
+    "adapter_config.json",
+    "pytorch_model*.bin",
+    "open_clip_pytorch_model.bin",
+    "diffusion_pytorch_model*.bin",
+)
+# What transformers would read in place of the merged model, or lay over it: adapters, configurations for one version of
+# it, checkpoints of distributed training (which are pickled).
+TAKEN_FOR_MODELS = ("adapter_config.json", "adapter_model*", "config.*.json", ".metadata", "*.distcp")
+
+
+def described_weights(parts: RetexParts) -> dict[str, Any]:
+    """What the configuration says of the weights beside the merged model's."""
+    rows = {task: {name: list(tensor.shape) for name, tensor in own.items()} for task, own in parts.rows.items()}
+    return {
+        "library": library_of(parts.model).NAME,
+        "recovery": {name: _entry_to_json(parts.recovery, name, parts.errors.get(name)) for name in parts.recovery},
+        "heads": {
+            task: {name: list(tensor.shape) for name, tensor in head.items()} for task, head in parts.heads.items()
+        },
+        **({"rows": rows} if rows else {}),
+    }
+
+
+def head_key(task: str, name: str) -> str:
+    """The name of one task's head tensor in the file of all heads."""
+    return f"{task}/{name}"
+
+
+def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> dict[str, Any]:
+    """How one parameter is recovered: its layout, where its generator is, and how large the error is."""
+    layout = recovery[name].layout
+    values: dict[str, Any] = {"shape": list(layout.shape), "kind": layout.kind}
+    if layout.kind == MATRIX:
+        values |= {"batch": layout.batch, "rows": layout.rows, "columns": layout.columns, "rank": layout.rank}
+        values |= {"order": layout.order, "inner_rank": layout.inner_rank}
+    return values | {
+        "generator": recovery.generator_name(name),
+        "scaled": recovery.scale(name) is not None,
+        "error": error if error is None or isfinite(error) else None,
+    }
+
+
+def read_manifest(folder: Path, section: dict[str, Any]) -> dict[str, manifest.FileRecord]:
+    """The files that an artifact consists of, as its configuration records them."""
+    return manifest.from_json(folder / CONFIG_NAME, section.get("files"))
+
+
+def seal(values: dict[str, Any]) -> str:
+    """The SHA-256 of what a configuration says, whatever its spaces; its own `"seal"` left out."""
+    section = {key: value for key, value in values["artifact"].items() if key != "seal"}
+    text = json.dumps({**values, "artifact": section}, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig, dict[str, Any]]:
+    """The configuration of a folder, and what it says of the folder itself.
+
+    `verify`: it must be as it was written. (Its own checksum is in it, as those of all other files are.)
+    """
+    try:
+        values = read_config_file(folder / CONFIG_NAME)
+    except ConfigError as error:
+        raise ArtifactError(f"{folder} is not a ReTeX artifact: {error}") from None
+    path = folder / CONFIG_NAME
+    section = values.get("artifact")
+    if not isinstance(section, dict):
+        raise ArtifactError(f'{path} has no "artifact" section: it is a configuration, not a saved model.')
+    if section.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{path} has format version {brief(section.get('format_version'))}; this library reads version "
+            f"{FORMAT_VERSION}: build it again."
+        )
+    if verify and section.get("seal") != seal(values):
+        raise ArtifactError(f"{path} is not as it was saved: its own checksum does not fit. {IF_MEANT}")
+    del values["artifact"]
+    library = section.get("library")
+    if not isinstance(library, str) or library not in LIBRARIES:
+        raise ArtifactError(f"{path}: library {brief(library)} is not one of {sorted(LIBRARIES)}.")
+    try:
+        config = RetexConfig.from_dict(values)
+    except (ConfigError, TypeError) as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    if not config.tasks:
+        raise ArtifactError(f"{path} names no tasks.")
+    return config, section
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the configuration says of one recovered parameter."""
+
+    layout: Layout
+    generator: str
+    scaled: bool
+    error: float | None
+
+    @classmethod
+    def from_json(cls, folder: Path, name: str, values: Any) -> Entry:
+        try:
+            fields = {"generator": name, "scaled": False, "error": None, **values}
+            own = {key: fields.pop(key) for key in ("generator", "scaled", "error")}
+            layout = Layout(**{key: tuple(value) if key == "shape" else value for key, value in fields.items()})
+            valid = _is_valid(layout) and isinstance(own["generator"], str) and isinstance(own["scaled"], bool)
+            valid = valid and _is_error(own["error"])
+        except (TypeError, AttributeError):
+            valid = False
+        if not valid:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is described by {brief(values)}.")
+        return cls(layout, **own)
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a value is a whole number that may be the size of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
+
+
+def _is_valid(layout: Layout) -> bool:
+    inner = 1 if layout.inner_rank is None else layout.inner_rank
+    sizes = (*layout.shape, layout.batch, layout.rows, layout.columns, layout.rank, inner)
+    if layout.kind not in KINDS or layout.order not in ORDERS:
+        return False
+    if not all(is_count(size) for size in sizes):
+        return False
+    if layout.kind == MATRIX:
+        return prod(layout.shape) == prod(layout.stacked_shape) > 0 and layout.rank >= inner > 0
+    # What a matrix is cut into says nothing of the others.
+    return layout == Layout(layout.shape, layout.kind) and (layout.kind == VECTOR or prod(layout.shape) > 0)
+
+
+def _is_error(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf)

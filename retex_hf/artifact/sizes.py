@@ -1,0 +1,44 @@
+"""How many bytes each part of a model takes, and what its experts would take on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from ..checkpoints import take_inventory
+from .state import RetexParts
+
+BODY, RECOVERY, HEADS, ROWS = "merged model", "recovery", "heads", "own tokens"
+SIGNATURES, PRETRAINED = "signatures", "base, for features"
+
+
+def sizes_of(parts: RetexParts) -> dict[str, int]:
+    """Bytes of the tensors of each part: the merged model without a head, the recovery of all tasks, and so on."""
+    tensors = parts.model.state_dict(keep_vars=True)
+    own = {name for head in parts.heads.values() for name in head}
+    body = (tensors[name] for name in take_inventory(parts.model).shapes if name in tensors and name not in own)
+    signatures = [] if parts.signatures is None else vars(parts.signatures).values()
+    sizes = {
+        BODY: bytes_of(body),
+        RECOVERY: bytes_of(parts.recovery.parameters()),
+        HEADS: bytes_of(tensor for head in parts.heads.values() for tensor in head.values()),
+        ROWS: bytes_of(tensor for rows in parts.rows.values() for tensor in rows.values()),
+        SIGNATURES: bytes_of(value for value in signatures if isinstance(value, Tensor)),
+        PRETRAINED: bytes_of(parts.pretrained.values()),
+    }
+    return {part: size for part, size in sizes.items() if size}
+
+
+def bytes_of_experts(sizes: Mapping[str, int], tasks: int) -> int:
+    """Bytes of all experts: the body as often as there are tasks, every head, and rows of a task's own tokens.
+
+    >>> from retex_hf.artifact.sizes import BODY, HEADS, bytes_of_experts
+    >>> bytes_of_experts({BODY: 100, HEADS: 7}, tasks=3)
+    307
+    """
+    return tasks * sizes[BODY] + sizes.get(HEADS, 0) + sizes.get(ROWS, 0)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,252 @@
+"""A ReTeX folder, written: whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from accelerate.utils import convert_file_size_to_int
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..backends import library_of
+from ..checkpoints import manifest
+from ..checkpoints.tokenizer_files import TASK_TOKENIZERS, copy_side_files, copy_task_tokenizers, task_tokenizer
+from ..config import CONFIG_NAME
+from ..errors import ArtifactError, ConfigError
+from ..recovery import RecoveryModule
+from ..routing import WeightSignatures
+from ..utils.atomic_folder import check_movable, check_target, keep_files, link, replacing
+from ..utils.strict_files import check_links
+from .card import CARD_NAME, FIGURES_FOLDER, write_card
+from .reading import recorded_side_files
+from .schema import (
+    EVALUATION_NAME,
+    FOREIGN_MODELS,
+    FORMAT_VERSION,
+    HEADS,
+    OWN_FILES,
+    PRETRAINED,
+    RECIPE_NAME,
+    RECOVERY,
+    ROWS,
+    SIGNATURES,
+    TASK_EMBEDDING,
+    TRAINING_NAME,
+    described_weights,
+    head_key,
+    read_description,
+    read_manifest,
+    seal,
+)
+from .state import RetexParts
+
+# What a save takes the place of: tokenizers of tasks that are gone must not stay behind.
+REPLACED = (*OWN_FILES, TASK_TOKENIZERS)
+
+
+def write(
+    parts: RetexParts, folder: str | Path, max_shard_size: str | int, *, name: str | None = None, figures: bool = False
+) -> None:
+    """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept.
+
+    `name` and `figures` are those of `write_card`.
+    """
+    folder = check_replaceable(folder)
+    with replacing(folder, REPLACED) as new:
+        write_plain(parts, new, max_shard_size, previous=folder)
+        write_card(parts, new, previous=folder, name=name, figures=figures)
+
+
+def write_plain(parts: RetexParts, folder: Path, max_shard_size: str | int, *, previous: Path | None = None) -> None:
+    """Write all of an artifact but its card into an empty folder, which takes the place of a `previous` one."""
+    library_of(parts.model).save(parts.model, folder, max_shard_size)
+    _write_weights(parts, folder, max_shard_size)
+    _write_description(parts, folder, previous)
+
+
+def check_replaceable(folder: str | Path) -> Path:
+    """Return the absolute path of a folder to save into. One with a model of its own, and no artifact, is refused."""
+    folder = check_movable(folder)
+    if not (folder / CONFIG_NAME).exists():
+        found = sorted(file.name for pattern in (*OWN_FILES, *FOREIGN_MODELS) for file in folder.glob(pattern))
+        if found:
+            raise ArtifactError(
+                f"{folder} holds {found[0]}, of a model that is no ReTeX artifact and would be lost: expected a folder "
+                "of its own for the artifact."
+            )
+    return folder
+
+
+def rewrite_description(parts: RetexParts, folder: str | Path) -> None:
+    """Write again what is small in a folder; the merged model's files stay, and must be those of `parts`."""
+    folder = check_target(folder)
+    # The tokenizer in there may be newer than the one that the model was built with.
+    carry_over(dataclasses.replace(parts, side_folder=folder), folder, folder)
+
+
+def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
+    """Write a folder with the merged model and the weights of another one, `source`, which must be those of `parts`.
+
+    A model may have been loaded in another dtype than its files have: its configuration is copied along with them, not
+    written anew. See `write`.
+    """
+    _, section = read_description(source, verify=not parts.unverified)
+    if any(section.get(key) != value for key, value in described_weights(parts).items()):
+        raise ArtifactError(f"{source} holds the weights of another model: save this one as a whole.")
+    weights = [
+        file
+        for pattern in OWN_FILES
+        for file in source.glob(pattern)
+        if ".safetensors" in file.suffixes and not file.name.startswith(SIGNATURES)
+    ]
+    for file in weights:
+        manifest.check_file(source, file.name)
+    # Of a model that was read unchecked nobody knows whether its files are still those that were recorded.
+    known = {} if parts.unverified else read_manifest(source, section)
+    records = {file.name: known[file.name] for file in weights if file.name in known}
+    with replacing(folder, REPLACED) as new:
+        library_of(parts.model).save_config(parts.model, new)
+        _copy_over(source, new, known)
+        _link(weights, new)
+        _write_description(parts, new, folder, records)
+        write_card(parts, new, previous=folder)
+
+
+def _copy_over(source: Path, folder: Path, known: Mapping[str, manifest.FileRecord]) -> None:
+    """Replace the files of a folder by those of the same name in another, which must be as recorded where they are."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = [name for name in names if (source / name).exists()]
+    check_links([source / name for name in names], source, ArtifactError)
+    for name in names:
+        manifest.check_file(source, name)
+        recorded = name in known
+        data = manifest.read_verified(source, name, known[name]) if recorded else (source / name).read_bytes()
+        (folder / name).write_bytes(data)
+
+
+def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
+    """Write the card and its figures again; everything else in the folder stays as it is."""
+    folder = check_target(folder)
+    with replacing(folder) as new:
+        if folder.is_dir():
+            keep_files(folder, new, (CARD_NAME, FIGURES_FOLDER))  # the card says how large the files are
+        write_card(parts, new, previous=folder, figures=True)
+
+
+def finish(parts: RetexParts, weights: Iterable[Path], folder: Path) -> None:
+    """Write a folder whose `weights` are on the disk already; see `write`. They are shared, not copied."""
+    with replacing(folder, REPLACED) as new:
+        assemble(parts, weights, new, previous=folder)
+        write_card(parts, new, previous=folder)
+
+
+def assemble(parts: RetexParts, weights: Iterable[Path], folder: Path, *, previous: Path | None = None) -> None:
+    """Write all of an artifact but its card into an empty folder; see `finish` and `write_plain`."""
+    _link(weights, folder)
+    library_of(parts.model).save_config(parts.model, folder)
+    _write_description(parts, folder, previous)
+
+
+def _link(weights: Iterable[Path], folder: Path) -> None:
+    for file in weights:
+        link(file.resolve(), folder / file.name)
+
+
+def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
+    """The file names of each part of a folder's weights, and the size above which a part is stored in shards."""
+    try:
+        limit = convert_file_size_to_int(max_shard_size)
+    except ValueError:
+        raise ConfigError(
+            f'max_shard_size must be a number of bytes or a size such as "5GB", not {max_shard_size!r}.'
+        ) from None
+    return {
+        "model": (library.WEIGHTS_STEM, limit if library.SHARDED else None),
+        "recovery": (RECOVERY, limit),
+        "heads": (HEADS, None),
+        "rows": (ROWS, None),
+        "pretrained": (PRETRAINED, None),
+    }
+
+
+def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
+    """All weights besides the merged model's."""
+    save_torch_state_dict(
+        _recovery_tensors(parts.recovery),
+        folder,
+        filename_pattern=RECOVERY + "{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    _save(parts.pretrained, folder / f"{PRETRAINED}.safetensors")
+    for stem, groups in ((HEADS, parts.heads), (ROWS, parts.rows)):
+        tensors = {head_key(task, name): tensor for task, own in groups.items() for name, tensor in own.items()}
+        _save(tensors, folder / f"{stem}.safetensors")
+
+
+def _write_description(
+    parts: RetexParts, folder: Path, previous: Path | None, known: Mapping[str, manifest.FileRecord] | None = None
+) -> None:
+    """Write all files that are small: what the folder is, how tasks are recovered and identified, tokenizers.
+
+    The configuration comes last, because it records all the others (besides the card, which people edit). Tokenizers
+    come from where the model came from, or else lie in the `previous` folder. Where that is an artifact, they must be
+    as it records them; a file that was added there is not recorded by the way.
+    """
+    for source in (parts.side_folder, previous):
+        if source is not None and (source == parts.side_folder or source.is_dir()):
+            records = None if parts.unverified else recorded_side_files(source)
+            own = [task for task, place in parts.tokenizers.items() if place == source / task_tokenizer(task)]
+            copy_side_files(source, folder, records, own)
+    copy_task_tokenizers(parts.tokenizers, folder)
+    section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
+    if parts.signatures is not None:
+        signatures = parts.signatures
+        section["signatures"] = {"feature_layer": signatures.feature_layer}
+        if isinstance(signatures, WeightSignatures):
+            tensors = {"centre": signatures.centre}
+        else:
+            tensors = {"mean": signatures.mean, "basis": signatures.basis, "held_out": signatures.held_out}
+            section["signatures"] |= {
+                "rank": signatures.basis.shape[1],
+                "width": signatures.mean.shape[1],
+                "held_out": signatures.held_out.shape[1],
+            }
+        _save(tensors, folder / f"{SIGNATURES}.safetensors")
+    if parts.history:
+        (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
+    if parts.recipe is not None:
+        text = yaml.safe_dump(parts.recipe, sort_keys=False, allow_unicode=True)
+        (folder / RECIPE_NAME).write_text(text, encoding="utf-8")
+    if parts.evaluation is not None:
+        (folder / EVALUATION_NAME).write_text(json.dumps(parts.evaluation, indent=2) + "\n", encoding="utf-8")
+    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    section["files"] = manifest.to_json(manifest.record(folder, files, known))
+    values = json.loads(json.dumps({**parts.config.to_dict(), "artifact": section}))
+    section["seal"] = seal(values)
+    text = json.dumps({**values, "artifact": section}, indent=2, allow_nan=False)
+    (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _recovery_tensors(recovery: RecoveryModule) -> dict[str, Tensor]:
+    tensors = {TASK_EMBEDDING: recovery.task_embedding}
+    for name in recovery:
+        scale = recovery.scale(name)
+        modules = {f"{name}.scale": scale} if scale is not None else {}
+        if recovery.generator_name(name) == name:
+            modules[name] = recovery[name]
+        for prefix, module in modules.items():
+            tensors |= {f"{prefix}.{part}": parameter for part, parameter in module.named_parameters()}
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    if tensors:
+        plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(plain, path, metadata={"format": "pt"})

@@ -1,0 +1,74 @@
+"""The libraries whose models we wrap, behind the same handful of functions; and modules of no library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import is_open_clip
+from ..checkpoints.folder_files import FolderFiles
+from ..errors import ConfigError, InputError
+from . import diffusers_models, hf_transformers, openclip, plain_modules, sentence_modules, timm_models
+
+__all__ = ["sentence_modules"]
+
+# The last takes any module.
+LIBRARIES = {
+    library.NAME: library for library in (hf_transformers, openclip, timm_models, diffusers_models, plain_modules)
+}
+# Libraries whose models do not keep their configuration.
+DESCRIBED = (openclip, timm_models)
+
+
+def library_of(model: nn.Module) -> ModuleType:
+    """The library that a model comes from."""
+    return next(library for library in LIBRARIES.values() if library.owns(model))
+
+
+def library_of_folder(folder: Path) -> ModuleType:
+    """The library that the configuration in a folder is of."""
+    if is_open_clip(folder):
+        return openclip
+    config = FolderFiles(folder).json(hf_transformers.CONFIG)
+    found = (library for library in (timm_models, diffusers_models) if library.is_folder_of(config))
+    return next(found, hf_transformers)
+
+
+def kind_of_model(model: nn.Module) -> str:
+    """What experts must have in common: a class, or an architecture of timm, whose classes make many."""
+    return timm_models.architecture_of(model) if timm_models.owns(model) else type(model).__name__
+
+
+def parse_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None = None) -> torch.dtype | None:
+    """The dtype to load a model with; None leaves it as it is stored. `torch_dtype` is another name of the same."""
+    given = {}
+    for name, value in (("dtype", dtype), ("torch_dtype", torch_dtype)):
+        if value is None:
+            continue
+        found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
+        # Nothing computes in floats of 8 bits or fewer: they are for storage, with scales beside them.
+        is_float = isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1
+        if found != "auto" and not is_float:
+            raise ConfigError(
+                f'{name} must be a floating-point dtype that torch computes in, such as "float16", or "auto", '
+                f"not {value!r}."
+            )
+        given[name] = found
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one setting.")
+    found = next(iter(given.values()), None)
+    return None if found == "auto" else found
+
+
+def as_inputs(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """A batch as keyword arguments of a model's forward; a bare tensor is its main input."""
+    if isinstance(batch, Tensor):
+        return {library_of(model).main_inputs(model)[0]: batch}
+    if not isinstance(batch, Mapping):
+        raise InputError(f"A batch must be a dict of keyword arguments or a tensor, not a {type(batch).__name__}.")
+    return dict(batch)

@@ -1,0 +1,99 @@
+"""Contain other libraries while they read untrusted files: no question, no request, no foreign code, no new process.
+
+Configurations are vetted before a library sees them (`untrusted_config`), which is a list of what is known. This is the
+second line, for what is not: it watches what the interpreter is about to do, so it holds for keys that nobody has heard
+of. A block is per thread: other threads of the program may reach the network meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..utils.locks import making
+
+# Audit events of CPython, and what each would have done.
+ALWAYS = {
+    "builtins.input": "ask a question on the terminal",
+    "subprocess.Popen": "start a program",
+    "os.system": "start a program",
+    "os.exec": "start a program",
+    "os.posix_spawn": "start a program",
+    "os.startfile": "start a program",
+    "pty.spawn": "start a program",
+    "pickle.find_class": "unpickle an object",
+}
+NETWORK = {
+    event: "contact another machine"
+    for event in (
+        "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr", "socket.sendto",
+        "socket.sendmsg", "urllib.Request", "http.client.connect", "ftplib.connect",
+    )
+}  # fmt: skip
+# The package under which transformers imports code that comes with a checkpoint.
+FOREIGN_CODE = "transformers_modules"
+
+
+@dataclass
+class _Containment:
+    forbidden: dict[str, str]
+    tried: list[str] = field(default_factory=list)
+
+
+_current: ContextVar[_Containment | None] = ContextVar("containment", default=None)
+
+
+@contextmanager
+def contained(path: Path, *, network: bool = False) -> Iterator[None]:
+    """Within this context, refuse what a library would do because of the file at `path`.
+
+    A library may swallow the refusal and go on with something else, which would not be what the file says: so it is
+    raised again at the end. One thread at a time is in such a context, see `Making`.
+
+    Args:
+        path: The file or folder that is read, for the message.
+        network: Allow requests: the caller has passed an option that may need them.
+    """
+    _install()
+    containment = _Containment(ALWAYS if network else {**ALWAYS, **NETWORK})
+    with making.lock:
+        token = _current.set(containment)
+        try:
+            yield
+        except Exception as error:
+            if containment.tried:
+                raise _refusal(path, containment.tried[0]) from error
+            raise
+        finally:
+            _current.reset(token)
+    if containment.tried:
+        raise _refusal(path, containment.tried[0])
+
+
+def _refusal(path: Path, deed: str) -> CheckpointError:
+    return CheckpointError(f"{path} is refused: to load it, a library would {deed}.")
+
+
+@cache
+def _install() -> None:
+    """Install the hook once; outside of `contained` it returns at once. (CPython cannot remove audit hooks.)"""
+    sys.addaudithook(_watch)
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    containment = _current.get()
+    if containment is None:
+        return
+    deed = containment.forbidden.get(event)
+    if event == "import" and str(arguments[0]).partition(".")[0] == FOREIGN_CODE:
+        deed = "run code that comes with it"
+    if deed is not None:
+        containment.tried.append(deed)
+        raise CheckpointError(f"It would {deed}.")

@@ -1,0 +1,181 @@
+"""What is particular to the models of diffusers: loading, saving, names in files. The library itself is optional."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..checkpoints.folder_files import FolderFiles
+from ..checkpoints.sources import Source
+from ..errors import CheckpointError, RetexError, brief, first_line
+from .config_limits import check_weights, limited_model
+from .containment import contained
+from .named_tensors import (
+    align,
+    check_names,
+    file_form,
+    fill,
+    index_metadata,
+    no_heads,
+    no_labels,
+    save_tensors,
+    saved_names,
+)
+from .plain_modules import (
+    cast,
+    feature_call,
+    feature_root,
+    is_dual_encoder,
+    is_text_parameter,
+    main_inputs,
+    row_inputs,
+    vocabulary_names,
+)
+from .same_computation import check_alike
+from .untrusted_config import vet_diffusers_config
+
+__all__ = [
+    "align",
+    "cast",
+    "feature_call",
+    "feature_root",
+    "file_form",
+    "index_metadata",
+    "is_dual_encoder",
+    "is_text_parameter",
+    "main_inputs",
+    "row_inputs",
+    "saved_names",
+    "vocabulary_names",
+]
+
+NAME = "diffusers"
+CONFIG = "config.json"
+WEIGHTS_STEM, SHARDED = "diffusion_pytorch_model", True
+# Whether `return_dict=False` of `forward` gives a tuple of what are named fields otherwise.
+NAMES_FIELDS = True
+CLASS = "_class_name"
+
+head_names, labels_of = no_heads, no_labels
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether a model is one of diffusers' own; a class of somebody's own cannot be found again by its name."""
+    module = sys.modules.get("diffusers.models.modeling_utils")  # who has such a model has imported it
+    return (
+        module is not None and isinstance(model, module.ModelMixin) and type(model).__module__.startswith("diffusers.")
+    )
+
+
+def is_folder_of(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one that diffusers writes for a model."""
+    return CLASS in config and not ({"architectures", "model_type"} & config.keys())
+
+
+def architecture(folder: Path) -> str:
+    """Return the class name that a folder's `config.json` asks for."""
+    return str(vetted_config(folder)[CLASS])
+
+
+def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
+    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    return vet_diffusers_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
+
+
+def _model_class(name: Any, path: Path) -> type:
+    try:
+        import diffusers.models
+        from diffusers.models.modeling_utils import ModelMixin
+    except ImportError:
+        raise CheckpointError(
+            f"{path} asks for a model of diffusers, which is not installed: pip install diffusers."
+        ) from None
+    # Not `getattr` alone: it would import whatever module diffusers has under a name.
+    public = isinstance(name, str) and name.isidentifier() and name[0].isupper() and name in dir(diffusers.models)
+    found = getattr(diffusers.models, name, None) if public else None
+    if not (isinstance(found, type) and issubclass(found, ModelMixin) and hasattr(found, "from_config")):
+        raise CheckpointError(f"{path} asks for {brief(name)}, which is no model class of diffusers.")
+    return found
+
+
+def load(
+    folder: Path,
+    source: Source,
+    *,
+    files: FolderFiles | None = None,
+    copy: bool = True,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a folder's weights (`source`) into the model it describes. diffusers gets the tensors, and no name of a
+    file."""
+    if options:
+        raise CheckpointError(f"a diffusers model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+    model = _create(folder / CONFIG, vetted_config(folder, files))
+    check_names(model, source, CONFIG)
+    return fill(model, source, copy=copy, dtype=dtype).eval()
+
+
+def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    with torch.device("meta"), init.meta_device_safe_creation_ops():
+        return _create(folder / CONFIG, vetted_config(folder, files)).eval()
+
+
+def _create(path: Path, config: Mapping[str, Any]) -> nn.Module:
+    cls = _model_class(config[CLASS], path)
+    try:
+        with contained(path):
+            return cls.from_config(dict(config))
+    except RetexError:
+        raise
+    except Exception as error:  # whatever a foreign file makes diffusers raise; the cause stays attached
+        raise CheckpointError(f"{path} does not describe a {cls.__name__}: {first_line(error)}") from error
+
+
+def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
+    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    return limited_model(folder / CONFIG, vetted_config(folder, files), source)
+
+
+def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
+    configuration."""
+    with limited(folder, source, files=files):
+        model = load_on_meta(folder, files=files)
+    check_names(model, source, CONFIG)
+    check_weights(folder / CONFIG, model, source, {name: info for name, (info, _) in align(model, source)[0].items()})
+    return model
+
+
+def check_configuration(model: nn.Module, source: Source) -> None:
+    """Refuse a checkpoint whose model computes otherwise than this one: another activation, another epsilon."""
+    check_alike(model, source, _described)
+
+
+def _described(folder: Path, source: Source) -> nn.Module:
+    with limited(folder, source):
+        return load_on_meta(folder)
+
+
+def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+    """Write the files that the model's own `from_pretrained` reads."""
+    save_config(model, folder)
+    save_tensors(model, folder, WEIGHTS_STEM, max_shard_size)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """All that `save` writes, without the weights."""
+    model.save_config(folder)
+
+
+def num_labels(model: nn.Module) -> int | None:
+    return None

@@ -1,0 +1,154 @@
+"""Modules of no library that we know: any `nn.Module`, which its caller makes with a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoints.folder_files import FolderFiles
+from ..checkpoints.inventory import Inventory
+from ..checkpoints.sources import Source
+from ..errors import CheckpointError, ConfigError
+from .named_tensors import (
+    align,
+    check_names,
+    file_form,
+    fill,
+    index_metadata,
+    no_heads,
+    no_labels,
+    save_tensors,
+    saved_names,
+)
+from .same_computation import check_alike
+
+__all__ = ["align", "file_form", "head_names", "index_metadata", "labels_of", "saved_names"]
+
+NAME = "torch"
+# Such a model has no file that describes it.
+CONFIG = "model_config.json"
+WEIGHTS_STEM, SHARDED = "model", True
+NAMES_FIELDS = False
+HOW_TO_MAKE = "from_pretrained(..., make_model=lambda: YourModule(...)), a function that makes one, with any weights"
+
+head_names, labels_of = no_heads, no_labels
+
+
+class Skeleton(nn.Module):
+    """The tensors of a module whose class is not at hand, on the meta device: to compare with, not to run."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        for name, info in source.infos.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module._modules[part] = nn.Module()
+                module = module._modules[part]
+            if last in module._modules:
+                raise CheckpointError(f"{source.label}: {name!r} is the name of a tensor and of a module.")
+            module._buffers[last] = torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def owns(model: nn.Module) -> bool:
+    return True
+
+
+def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
+    """Return a stand-in with the tensors of the weights: what they belong to only `load` is told."""
+    return Skeleton(source)
+
+
+def load(
+    folder: Path,
+    source: Source,
+    *,
+    files: FolderFiles | None = None,
+    copy: bool = True,
+    make_model: Callable[[], nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a folder's weights (`source`) into the module that the caller's function makes."""
+    if options:
+        raise CheckpointError(f"a module of your own is loaded without {sorted(options)[0]!r}.")
+    if make_model is None:
+        raise CheckpointError(f"it was built from modules of a class of its author's own: load it with {HOW_TO_MAKE}.")
+    if not callable(make_model) or isinstance(make_model, nn.Module):
+        raise ConfigError(f"make_model must be a function that makes a module, not a {type(make_model).__name__}.")
+    model = make_model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"make_model must make an nn.Module, not a {type(model).__name__}.")
+    check_names(model, source, f"the {type(model).__name__} of make_model")
+    return fill(model, source, copy=copy, dtype=dtype).eval()
+
+
+@contextmanager
+def limited(folder: Path, source: Source) -> Iterator[None]:
+    """Nothing is made of such a folder but what its caller makes."""
+    yield
+
+
+def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+    """Write the weights. There is no configuration: the class is its author's."""
+    save_tensors(model, folder, WEIGHTS_STEM, max_shard_size)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """All that `save` writes, without the weights: nothing."""
+
+
+def num_labels(model: nn.Module) -> int | None:
+    return None
+
+
+def is_dual_encoder(model: nn.Module) -> bool:
+    return False
+
+
+def is_text_parameter(name: str) -> bool:
+    return False
+
+
+def feature_root(model: nn.Module) -> nn.Module:
+    return model
+
+
+def vocabulary_names(model: nn.Module, inventory: Inventory) -> list[str]:
+    """Nothing says which tensors have a row for each token."""
+    return []
+
+
+def check_configuration(model: nn.Module, source: Source) -> None:
+    """Refuse a module that computes otherwise than this one, as far as its parts show it; of bare tensors, nothing
+    does."""
+    check_alike(model, source)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model in place."""
+    model.to(dtype)
+
+
+def feature_call(model: nn.Module) -> tuple[str, str]:
+    """The part of the model that turns inputs into features, and its method that does."""
+    return "", "forward"
+
+
+def main_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The first argument of `forward`."""
+    return row_inputs(model)[:1]
+
+
+def row_inputs(model: nn.Module) -> tuple[str, ...]:
+    """All arguments of `forward` that have names, in their order: the first of them that is a tensor has the rows."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind not in kinds)

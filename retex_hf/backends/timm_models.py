@@ -1,0 +1,283 @@
+"""What is particular to timm: loading, saving, classifiers and labels, where features come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..checkpoints.folder_files import FolderFiles
+from ..checkpoints.sources import Source
+from ..errors import CheckpointError, RetexError, brief, first_line
+from .config_limits import check_weights, limited_model
+from .containment import contained
+from .named_tensors import align, check_names, file_form, fill, index_metadata, save_tensors, saved_names
+from .plain_modules import (
+    cast,
+    feature_call,
+    feature_root,
+    is_dual_encoder,
+    is_text_parameter,
+    main_inputs,
+    row_inputs,
+    vocabulary_names,
+)
+from .same_computation import check_alike, class_name
+from .untrusted_config import TIMM_DATA, vet_timm_config
+
+__all__ = [
+    "align",
+    "cast",
+    "feature_call",
+    "feature_root",
+    "file_form",
+    "index_metadata",
+    "is_dual_encoder",
+    "is_text_parameter",
+    "main_inputs",
+    "row_inputs",
+    "saved_names",
+    "vocabulary_names",
+]
+
+NAME = "timm"
+CONFIG = "config.json"
+WEIGHTS_STEM, SHARDED = "model", False  # timm reads one weight file only
+NAMES_FIELDS = False
+# Where we keep what a timm model does not: the dict of its own `config.json`.
+CONFIG_ATTRIBUTE = "timm_config"
+# Attributes of modules that say nothing of what they compute.
+NOT_SHAPE = {"training"}
+
+
+def owns(model: nn.Module) -> bool:
+    """Whether a model is one that `timm.create_model` makes, not a class of somebody's own that builds on it."""
+    place = type(model).__module__
+    return (
+        place.startswith("timm.models.") and not place.startswith("timm.models._") and hasattr(model, "pretrained_cfg")
+    )
+
+
+def is_folder_of(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one that timm writes, not transformers' class around timm's models."""
+    return isinstance(config.get("architecture"), str) and not ({"architectures", "model_type"} & config.keys())
+
+
+def architecture(folder: Path) -> str:
+    """Return the architecture that a folder's configuration asks for."""
+    return str(vetted_config(folder)["architecture"])
+
+
+def architecture_of(model: nn.Module) -> str:
+    """Return the name under which timm makes a model."""
+    config = getattr(model, CONFIG_ATTRIBUTE, None)
+    return str(config["architecture"] if config else model.pretrained_cfg.get("architecture"))
+
+
+def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
+    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    return vet_timm_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
+
+
+def load(
+    folder: Path,
+    source: Source,
+    *,
+    files: FolderFiles | None = None,
+    copy: bool = True,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a folder's weights (`source`) into the model it describes. timm gets the tensors, and no name of a file."""
+    if options:
+        raise CheckpointError(f"a timm model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+    config = vetted_config(folder, files)
+    model = _create(folder / CONFIG, config)
+    check_names(model, source, CONFIG)
+    return fill(model, source, copy=copy, dtype=dtype).eval()
+
+
+def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    with _on_meta():
+        return _create(folder / CONFIG, vetted_config(folder, files)).eval()
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    with torch.device("meta"), init.meta_device_safe_creation_ops():
+        yield
+
+
+def _create(path: Path, config: Mapping[str, Any]) -> nn.Module:
+    import timm  # only those who use its models wait for it
+
+    note = {key: value for key, value in config.get("pretrained_cfg", {}).items() if key in TIMM_DATA}
+    note |= {"architecture": config["architecture"], "num_classes": config["num_classes"]}
+    try:
+        with contained(path):
+            model = timm.create_model(
+                config["architecture"],
+                pretrained=False,
+                pretrained_cfg=note,
+                **{"num_classes": config["num_classes"], **config.get("model_args", {})},
+            )
+    except RetexError:
+        raise
+    except Exception as error:  # whatever a foreign file makes timm raise; the cause stays attached
+        raise CheckpointError(f"{path} does not describe a model of timm: {first_line(error)}") from error
+    setattr(model, CONFIG_ATTRIBUTE, dict(config))
+    return model
+
+
+def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
+    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    path, config = folder / CONFIG, vetted_config(folder, files)
+    # Of the images that a model was trained on, nothing is made.
+    sizes = {key: value for key, value in config.items() if key not in ("pretrained_cfg", "label_names")}
+    return limited_model(path, sizes, source)
+
+
+def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
+    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
+    configuration."""
+    with limited(folder, source, files=files):
+        model = load_on_meta(folder, files=files)
+    check_names(model, source, CONFIG)
+    check_weights(folder / CONFIG, model, source, {name: info for name, (info, _) in align(model, source)[0].items()})
+    return model
+
+
+def describe(
+    model: nn.Module,
+    model_config: str | dict[str, Any] | None,
+    folder: Path | None = None,
+    sibling: nn.Module | None = None,
+) -> None:
+    """Make sure a model carries its configuration, which timm itself does not keep, and that the configuration makes
+    this model.
+
+    Args:
+        model: The model.
+        model_config: What `timm.create_model` was called with: `{"architecture": ..., "model_args": {...}}`, or the
+            architecture's name. Default: the architecture that the model itself names, without arguments.
+        folder: Of another library's.
+        sibling: Of another library's.
+    """
+    if hasattr(model, CONFIG_ATTRIBUTE):
+        return
+    given = {"architecture": model_config} if isinstance(model_config, str) else dict(model_config or {})
+    note = dict(model.pretrained_cfg)
+    values = {
+        "architecture": given.pop("architecture", note.get("architecture")),
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "model_args": given.pop("model_args", {}),
+        "pretrained_cfg": {key: value for key, value in note.items() if key in TIMM_DATA and value is not None},
+    }
+    if given:
+        raise CheckpointError(f"model_config has {sorted(given)[0]!r}: expected 'architecture' and 'model_args'.")
+    pool = getattr(model, "global_pool", None)
+    values |= {"global_pool": pool} if isinstance(pool, str) and pool else {}
+    path = Path("model_config")
+    config = vet_timm_config(json.loads(json.dumps(values)), path)
+    with _on_meta():
+        made = _create(path, config)
+    if (difference := _difference(model, made)) is not None:
+        raise CheckpointError(
+            f"timm.create_model({config['architecture']!r}, num_classes={model.num_classes}) does not make this model "
+            f"({difference}): pass model_config={{'architecture': ..., 'model_args': {{...}}}} to from_experts, with "
+            "the arguments that it was made with."
+        )
+    setattr(model, CONFIG_ATTRIBUTE, config)
+
+
+def _difference(model: nn.Module, made: nn.Module) -> str | None:
+    """Say where two models are made in another way; None where they are not."""
+    ours, theirs = dict(model.named_modules()), dict(made.named_modules())
+    for name in {**ours, **theirs}:
+        where = f"module {name!r}" if name else "the model"
+        if name not in ours or name not in theirs:
+            return f"{where} is in one of them only"
+        if type(ours[name]) is not type(theirs[name]):
+            return f"{where} is a {class_name(ours[name])}, not a {class_name(theirs[name])}"
+        one, other = _settings(ours[name]), _settings(theirs[name])
+        for key in {**one, **other}:
+            if one.get(key) != other.get(key):
+                return f"{key!r} of {where} is {brief(one.get(key))}, not {brief(other.get(key))}"
+    tensors = made.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            return f"tensor {name!r} has shape {tuple(tensor.shape)}"
+    return None
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The plain values among the attributes of a module."""
+    return {key: value for key, value in vars(module).items() if key not in NOT_SHAPE and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def check_configuration(model: nn.Module, source: Source) -> None:
+    """Refuse a checkpoint whose model computes otherwise than this one: another activation, another epsilon."""
+    check_alike(model, source, _described)
+
+
+def _described(folder: Path, source: Source) -> nn.Module:
+    with limited(folder, source):
+        return load_on_meta(folder)
+
+
+def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+    """Write the two files that `timm.create_model("local-dir:...", pretrained=True)` reads. It reads one weight file
+    only, so `max_shard_size` does not apply."""
+    save_config(model, folder)
+    save_tensors(model, folder, WEIGHTS_STEM, 1 << 62)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """All that `save` writes, without the weights."""
+    text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def head_names(model: nn.Module, names: list[str]) -> set[str]:
+    """Parameters of the classifier (of both, where there are two)."""
+    found = model.get_classifier() if num_labels(model) else ()
+    heads = set(found) if isinstance(found, (tuple, list)) else {found}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in heads)
+    return {name for name in names if name.startswith(prefixes)} if prefixes else set()
+
+
+def labels_of(source: Source) -> dict[str, Any]:
+    """What a checkpoint's config says of its head."""
+    if source.folder is None:
+        return {}
+    names = vetted_config(source.folder).get("label_names")
+    named = names.items() if isinstance(names, Mapping) else enumerate(names or ())
+    return {"id2label": {str(key): str(value) for key, value in named}} if names else {}
+
+
+def num_labels(model: nn.Module) -> int | None:
+    return model.num_classes or None
+
+
+def set_labels(model: nn.Module, labels: dict[str, Any]) -> None:
+    """Give a model the label names of a task."""
+    names = list(labels["id2label"].values())
+    config = deepcopy(getattr(model, CONFIG_ATTRIBUTE)) | {"num_classes": len(names), "label_names": names}
+    setattr(model, CONFIG_ATTRIBUTE, config)
+    model.num_classes = len(names)

@@ -1,0 +1,87 @@
+"""ReTeX as a method among others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifact.sizes import BODY, HEADS, sizes_of
+from ..config import RetexConfig
+from ..evaluation.method import Material, Method, Prediction
+from ..model.retex_model import RetexModel
+from .merges import CALIBRATION_ROWS, describe_merge, learned_merge
+
+
+class Retex(Method):
+    """The merged model, the recovery of every expert, and signatures of the tasks.
+
+    Sees the weights, and `num_reference` training inputs of each task without labels (none where the configuration
+    asks for `signatures="weights"`).
+
+    Args:
+        config: Defaults to `RetexConfig()`. Soft routing is `RetexConfig(routing="soft")`.
+        name: How tables call it.
+        model: A finished model instead; it gets signatures if it has none, and there are inputs to fit them on.
+        calibration_rows: Rows per task that a merge learns from, where it does; see `learned_merge` for what it sees.
+        options: Go to `RetexModel.from_experts`.
+    """
+
+    routes = True
+
+    def __init__(
+        self,
+        config: RetexConfig | None = None,
+        *,
+        name: str = "ReTeX",
+        model: RetexModel | None = None,
+        calibration_rows: int = CALIBRATION_ROWS,
+        **options: Any,
+    ) -> None:
+        self.name, self.config, self.options = name, config or RetexConfig(), options
+        self.calibration_rows, self._given = calibration_rows, model
+        self.model = model
+
+    def fit(self, material: Material) -> None:
+        self.readout, self.model = material.readout, self._given
+        if self.model is None:
+            merge = learned_merge(material, self.config.merge, self.calibration_rows)
+            config, options = replace(self.config, merge=merge), {"progress": False, **self.options}
+            self.model = RetexModel.from_experts(material.base, material.experts, config, **options)
+        config = self.model.retex_config
+        if self.model.signatures is None and config.signatures == "inputs" and material.train:
+            references = {task: material.references(task, config.num_reference) for task in self.model.tasks}
+            self.model.fit_signatures(references, progress=False)
+
+    @torch.no_grad()
+    def predict(
+        self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
+    ) -> Prediction:
+        if tasks is not None:
+            output, chosen = self.readout.call(self.model, inputs, task=list(tasks)), list(tasks)
+        else:
+            output = self.readout.call(self.model, inputs)
+            chosen = output.routing.tasks
+        return Prediction(self.readout.answers(output, chosen), chosen)
+
+    def storage_bytes(self) -> int:
+        """The artifact without its heads: merged body, factors as they are stored, signatures, and the base's tensors
+        where features come from those."""
+        sizes = sizes_of(self.model.parts())
+        return sum(sizes.values()) - sizes.get(HEADS, 0)
+
+    def body_bytes(self) -> int:
+        """The merged model without a head."""
+        return sizes_of(self.model.parts())[BODY]
+
+    def state(self) -> dict[str, Any]:
+        errors = self.model.recovery_errors
+        return {
+            "merge": describe_merge(self.model.retex_config.merge),
+            "rank": self.model.retex_config.rank,
+            "feature_layer": getattr(self.model.signatures, "feature_layer", None),
+            "mean_recovery_error": sum(errors.values()) / len(errors) if errors else 0.0,
+        }

@@ -1,0 +1,401 @@
+"""From a base and experts to a merged model and its recovery module, parameter by parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..artifact import writing, reading
+from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
+from ..merging.calibration import Calibration, CalibrationData, read_calibration
+from ..checkpoints import Checkpoint, ExpertSet, check_range, open_source, read_finite, typed_path
+from ..config import RetexConfig, matches
+from ..artifact.schema import head_key
+from ..utils.devices import device_of, parse_device
+from ..errors import ArtifactError, CheckpointError, ConfigError
+from .estimate import BuildEstimate
+from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
+from .merged_tensors import FileTensors, MergedTensors, ModelTensors
+from ..merging import Merger, check_calibration, get_merger, learn_options
+from ..artifact.state import RetexParts
+from ..data.readout import Classifier, Readout
+from ..recovery import History, Targets, TrainingConfig, clear_state, plan_layouts, relative_errors, solve_all, train
+from ..recovery.work_sharing import run_dealt
+from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
+from ..checkpoints.tensor_store import FolderStore, MemoryStore, Store
+
+MERGING, LEARNING = "Merging", "Learning the merge"
+SOLVERS = ("closed_form", "adam")
+BUILT = "built"
+
+
+def build(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    *,
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    calibration: Mapping[str, Iterable[Any]] | None = None,
+    readout: Readout | None = None,
+    accelerator: Accelerator | None = None,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+    keep_state: bool = False,
+    **prepare_options: Any,
+) -> RetexParts:
+    """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`.
+
+    `keep_state` is that of `train`.
+    """
+    _check_solver(solver, training)
+    _check_calibration(config, calibration, readout)
+    check_tasks(experts)
+    accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
+    blueprint = prepare(base, experts, config, device=device, **prepare_options)
+    store = MemoryStore()
+    if calibration is not None:
+        data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
+        blueprint = _learn_merge(blueprint, data, lambda: blueprint, store, accelerator, progress)
+    merged = ModelTensors(blueprint.model, blueprint.inventory)
+    return _construct(blueprint, merged, store, solver, training, accelerator, progress, keep_state)
+
+
+def build_folder(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    output_dir: str | Path,
+    *,
+    solver: str = "closed_form",
+    training: TrainingConfig | None = None,
+    calibration: Mapping[str, Iterable[Any]] | None = None,
+    readout: Readout | None = None,
+    accelerator: Accelerator | None = None,
+    device: str | torch.device | None = None,
+    max_shard_size: str | int = "5GB",
+    resume: bool = True,
+    progress: bool = True,
+    publish: Callable[[RetexParts, Path | None], None] | None = None,
+    **prepare_options: Any,
+) -> Path:
+    """Merge the experts and find the recovery of each, parameter by parameter, straight into a folder.
+
+    The folder is the one that building in memory and saving would give, tensor by tensor. Memory does not grow with the
+    model's depth, but with its largest tensor. It is built beside `output_dir` and moved into place at the end. Killed
+    and started again, the build continues (unless `resume` is False, or something it depends on has changed).
+    `solver="adam"` trains in memory, and saves. A merge that is learned from data is learned in memory, once.
+
+    With `publish`, what was built is not moved into place: the main process calls `publish(parts, folder)`, to make
+    something of it and write that. Weights that are on the disk already lie in `folder`. So several steps are one
+    replacement, and a kill at any moment leaves `output_dir` as it was, or as it should be.
+
+    Returns:
+        The absolute path of the folder.
+    """
+    _check_solver(solver, training)
+    _check_calibration(config, calibration, readout)
+    target = writing.check_replaceable(output_dir)
+    _check_apart(target, base, experts, config)
+    main = accelerator is None or accelerator.is_main_process
+    if solver == "adam":
+        parts = build(
+            base,
+            experts,
+            config,
+            solver=solver,
+            training=training,
+            calibration=calibration,
+            readout=readout,
+            accelerator=accelerator,
+            device=device,
+            progress=progress,
+            keep_state=True,
+            **prepare_options,
+        )
+        if main and publish is not None:
+            publish(parts, None)
+        elif main:
+            writing.write(parts, target, max_shard_size)
+        if main:
+            clear_state(training or TrainingConfig())
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        return target
+    accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
+    blueprint = prepare(base, experts, config, on_meta=True, device=device, **prepare_options)
+    stems = writing.stems(blueprint.library, max_shard_size)
+    estimate = blueprint.estimate()
+    if main:
+        _check_disk(estimate, target)
+        if progress:
+            tqdm.write(f"Building {target.name}: {estimate}")
+    identity = blueprint.identity() | {"stems": stems}
+    data = None
+    if calibration is not None:
+        data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
+        identity["calibration"] = data.fingerprint()
+    with together(accelerator, lambda: workshop(target, identity, resume)) as place:
+        folder = place / "artifact"
+        folder.mkdir(exist_ok=True)
+        store = FolderStore(folder, place, stems, accelerator)
+        if data is not None:
+            # Learning runs the model, so it needs one that is not on the meta device.
+            def loaded() -> Blueprint:
+                return prepare(base, experts, config, device=device, **prepare_options)
+
+            blueprint = _learn_merge(blueprint, data, loaded, store, accelerator, progress)
+            store.sync()  # learning may have taken long
+        merged = FileTensors(blueprint.model, blueprint.library, blueprint.inventory, store)
+        parts = _construct(blueprint, merged, store, solver, training, accelerator, progress)
+        store.sync()
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        if main and publish is None:
+            writing.finish(parts, store.files, target)
+        elif main:
+            built = emptied(place / BUILT)  # a kill may have left half of it
+            writing.assemble(parts, store.files, built)
+            read = reading.read(built)
+            publish(dataclasses.replace(read, side_folder=parts.side_folder, tokenizers=parts.tokenizers), built)
+    return target
+
+
+def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
+    """Refuse to build over what is built from: an artifact may itself be the base of another."""
+    check_tasks(experts)
+    sources = {"the base": base, "the merged checkpoint": merge_checkpoint(config)}
+    for label, spec in {**sources, **{f"expert {task!r}": expert for task, expert in experts.items()}}.items():
+        if isinstance(spec, (str, Path)):
+            path = typed_path(str(spec), label).resolve()
+            if target in (path, path.parent if path.is_file() else path):
+                raise ArtifactError(f"{target} is where {label} is: expected another folder for the artifact.")
+
+
+def _check_solver(solver: str, training: TrainingConfig | None) -> None:
+    if solver not in SOLVERS:
+        raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
+    if training is not None and solver != "adam":
+        raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
+
+
+def _share_work(
+    accelerator: Accelerator | None, device: str | torch.device | None, solver: str, given: Iterable[Any]
+) -> tuple[Accelerator | None, torch.device]:
+    """The processes that share the work, and the device of this one: by default that of a `given` module."""
+    if device is None:
+        return accelerator, device_of(*given)
+    device = parse_device(device)
+    if solver == "adam":
+        accelerator = accelerator or Accelerator(cpu=device.type == "cpu")
+        if accelerator.device.type != device.type:
+            raise ConfigError(
+                f'solver="adam" trains where accelerate does, which is {accelerator.device} here and not {device}: '
+                "leave out device, or configure accelerate for it."
+            )
+    if accelerator is not None and device.index is None and device.type == accelerator.device.type:
+        return accelerator, accelerator.device  # one GPU for each process
+    return accelerator, device
+
+
+def _check_calibration(
+    config: RetexConfig, calibration: Mapping[str, Iterable[Any]] | None, readout: Readout | None
+) -> None:
+    if readout is not None and calibration is None:
+        raise ConfigError("readout= says how to read answers to calibration=, which is not given.")
+    if merge_checkpoint(config) is None:
+        check_calibration(*merge_method(config), calibration is not None)
+    elif calibration is not None:
+        raise ConfigError(
+            f"calibration= is for merge methods that learn from data; {config.merge!r} is merged already."
+        )
+
+
+def _learn_merge(
+    blueprint: Blueprint,
+    data: CalibrationData,
+    loaded: Callable[[], Blueprint],
+    store: Store,
+    accelerator: Accelerator | None,
+    progress: bool,
+) -> Blueprint:
+    """The blueprint with the options of its merge found from data, by the main process or by an interrupted build.
+
+    `loaded` gives the same blueprint around a model that can run.
+    """
+    method, options = merge_method(blueprint.config)
+    found = store.finished(LEARNING).get(method)
+    if found is None and (accelerator is None or accelerator.is_main_process):
+        weights = expert_weights_of(loaded())
+        found = learn_options(method, options, Calibration(weights, data.readout, data.batches, progress))
+        store.record(LEARNING, method, found)
+    if accelerator is not None:
+        found = broadcast_object_list([found])[0]
+    config = dataclasses.replace(blueprint.config, merge={"method": method, **found})
+    return dataclasses.replace(blueprint, config=config)
+
+
+def _check_disk(estimate: BuildEstimate, target: Path) -> None:
+    # What an interrupted build has taken already is either used or cleared away.
+    left = interrupted_build(target)
+    taken = 0 if left is None else sum(file.lstat().st_blocks * 512 for file in left.rglob("*"))
+    free = shutil.disk_usage(target.parent).free + taken
+    if free < estimate.disk:
+        raise ArtifactError(
+            f"{target} needs {estimate.disk / 1e9:.2f} GB of disk, but {target.parent} has only {free / 1e9:.2f} GB."
+        )
+
+
+def _construct(
+    blueprint: Blueprint,
+    merged: MergedTensors,
+    store: Store,
+    solver: str,
+    training: TrainingConfig | None,
+    accelerator: Accelerator | None,
+    progress: bool,
+    keep_state: bool = False,
+) -> RetexParts:
+    """Fill the merged model, the heads and the recovery, one parameter at a time."""
+    config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
+    heads = {(task, name): info for task, head in blueprint.heads.items() for name, info in head.items()}
+    kept = {}
+    if heads:
+        stored = store.allocate("heads", {head_key(*key): info for key, info in heads.items()})
+        kept = {key: stored[head_key(*key)] for key in heads}
+    pretrained = {}
+    if config.feature_source == "pretrained":
+        infos = blueprint.infos
+        pretrained = store.allocate("pretrained", {name: infos[name] for name in experts.names})
+    rows = {(task, name): info for task, own in blueprint.rows.items() for name, info in own.items()}
+    if rows:
+        stored = store.allocate("rows", {head_key(*key): info for key, info in rows.items()})
+        rows = {key: stored[head_key(*key)] for key in rows}
+    changed = _merge(blueprint, merged, kept, rows, pretrained, store, accelerator, progress)
+
+    targets = Targets(
+        experts,
+        merged,
+        names=[name for name in experts.names if changed[name] and not matches(name, config.exclude)],
+        expert_numbers=sum(prod(inventory.shapes[name]) for name in experts.names),
+    )
+    layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress, store)
+    history = History()
+    if solver == "closed_form":
+        recovery, errors = solve_all(targets, layouts, config, accelerator, progress, store, config.recovery_dtype)
+    else:
+        training_config = training or TrainingConfig()
+        recovery = train(targets, layouts, config, training_config, accelerator, progress, history, keep_state)
+        recovery = recovery.stored_as(config.recovery_dtype)
+        errors = relative_errors(targets, recovery)
+    tokenizers = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
+    warn_of_other_tokenizers(blueprint.base, blueprint.sources, tokenizers)
+    return RetexParts(
+        dataclasses.replace(config, merge=_published_merge(config.merge)),
+        blueprint.model,
+        recovery,
+        {task: {name: kept[task, name] for name in experts.heads} for task in experts.tasks},
+        errors,
+        pretrained=pretrained,
+        side_folder=find_side_folder((blueprint.base, *blueprint.sources.values())),
+        history=history.records,
+        recipe=blueprint.recipe(solver, training),
+        rows={task: {name: rows[task, name] for name in experts.vocabulary} for task in experts.own},
+        tokenizers={task: tokenizer_folder(blueprint.sources[task]) for task in tokenizers},
+    )
+
+
+def _merge(
+    blueprint: Blueprint,
+    merged: MergedTensors,
+    heads: Mapping[tuple[str, str], Tensor],
+    rows: Mapping[tuple[str, str], Tensor],
+    pretrained: Mapping[str, Tensor],
+    store: Store,
+    accelerator: Accelerator | None,
+    progress: bool,
+) -> dict[str, bool]:
+    """Fill every tensor of the merged model, the heads and the copy of the base, each expert's tensors read once.
+
+    Returns in which of the merged tensors some expert differs from the merge.
+    """
+    experts = blueprint.experts
+    own, integers, infos = set(experts.heads), set(blueprint.inventory.integers), blueprint.infos
+    body = set(experts.names)
+    # Opening a merger may take passes over all experts, so not where everything is merged already.
+    finished = len(store.finished(MERGING)) == len(merged.units)
+    merger = None if finished else _open_merger(blueprint)
+
+    def work(unit: tuple[str, ...]) -> dict[str, bool]:
+        values, tensors = {}, {}
+        for name in unit:
+            if name in body:
+                base = read_finite(experts.base, name)
+                dtype = infos[name].dtype
+                tensors[name] = [read_finite(expert, name, dtype) for expert in experts.experts.values()]
+                values[name] = check_range(merger(name, base, tensors[name]), "the merge", name, dtype)
+                if name in pretrained:
+                    pretrained[name].copy_(base)
+                for task in experts.own if name in experts.vocabulary else ():
+                    rows[task, name].copy_(experts.read_rows(task, name, dtype))
+            elif name in own:
+                for task, expert in experts.experts.items():
+                    heads[task, name].copy_(read_finite(expert, name, infos[name].dtype))
+                values[name] = heads[experts.tasks[0], name]
+            elif name in integers:
+                values[name] = _read_integer(experts, name)
+        merged.write(values)
+        differs = {}
+        for name, found in tensors.items():
+            # What is stored is the rounded merge, so differences are taken from that.
+            stored = merged[name].to(blueprint.device)
+            differs[name] = any(not torch.equal(tensor.to(stored.dtype), stored) for tensor in found)
+        return differs
+
+    def written(unit: tuple[str, ...]) -> list[Tensor]:
+        own_heads = [tensor for (_, name), tensor in (*heads.items(), *rows.items()) if name in unit]
+        return [*merged.tensors_of(unit), *own_heads, *(pretrained[name] for name in unit if name in pretrained)]
+
+    costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
+    done = run_dealt(costs, work, accelerator, MERGING, progress, store=store, written=written)
+    return {name: differs for facts in done.values() for name, differs in facts.items()}
+
+
+def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:
+    """A counter or an index of the base, or of the first expert that has it; None where the model computes it."""
+    for checkpoint in (experts.base, *experts.experts.values()):
+        if name in checkpoint:
+            return checkpoint.read(name)
+    return None
+
+
+def _open_merger(blueprint: Blueprint) -> Merger:
+    config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
+    if merge_checkpoint(config) is None:
+        return get_merger(*merge_method(config), experts)
+    source = open_source(config.merge, "the merged checkpoint", **blueprint.options)
+    entries = blueprint.library.align(blueprint.model, source)[0]
+    merged = Checkpoint.from_entries(source.label, entries, inventory, blueprint.device)
+    for name in experts.names:
+        if name not in merged:
+            raise CheckpointError(f"{merged.label} lacks tensor {name!r} of the model.")
+        if merged.shape(name) != inventory.shapes[name]:
+            raise CheckpointError(
+                f"{merged.label}: tensor {name!r} has shape {merged.shape(name)}, not {inventory.shapes[name]}."
+            )
+    return lambda name, _base, _experts: read_finite(merged, name).float()
+
+
+def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
+    """What the artifact says of the merge: no path of the machine it was built on."""
+    return Path(merge).name if isinstance(merge, str) and Path(merge).exists() else merge

@@ -1,0 +1,424 @@
+"""All that is known before a tensor is merged: base and experts are open, and fit one model and each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from ..checkpoints import (
+    AdapterSource,
+    Checkpoint,
+    ExpertSet,
+    Inventory,
+    Source,
+    TensorInfo,
+    align_source,
+    check_experts,
+    check_integers,
+    check_related,
+    open_source,
+    read_finite,
+    take_inventory,
+)
+from ..config import TASK_NAME, RetexConfig, is_task_name, matches
+from ..utils.devices import CPU, enough_memory, exact_device, parse_device
+from ..errors import CheckpointError, ConfigError, brief, first_line
+from .estimate import BuildEstimate, estimate_build
+from ..merging.expert_weights import ExpertWeights
+from ..backends import (
+    DESCRIBED,
+    hf_transformers,
+    kind_of_model,
+    library_of,
+    library_of_folder,
+    plain_modules,
+    parse_dtype,
+    sentence_modules,
+)
+from ..utils.module_tensors import resize_tensors
+from .merged_tensors import copy_on_meta
+from ..merging import merge_methods, options_to_learn
+from ..utils.paths import as_path
+from ..artifact.recipe import PACKAGES, describe_build
+from ..recovery import TrainingConfig
+from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder
+from ..checkpoints.tensor_store import tensor_bytes
+from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabularies
+
+
+@dataclass
+class Blueprint:
+    """All that is known before a tensor is merged.
+
+    `model` is the merged model to be: loaded, or on the meta device where the result goes to disk. Its heads have the
+    shapes and the labels of the first task, because the merged model must also stand alone, and its own library knows
+    one head only. It is in host memory, where results are written; tensors are read onto `device`, which computes.
+    """
+
+    config: RetexConfig
+    base: Source
+    sources: dict[str, Source]
+    model: nn.Module
+    library: ModuleType
+    inventory: Inventory
+    experts: ExpertSet
+    options: dict[str, Any]
+    given: dict[str, Any]
+    device: torch.device = CPU
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Tensors of the merged model, tied ones once."""
+        tensors = self.model.state_dict()
+        names = (*self.inventory.shapes, *self.inventory.integers)
+        return {name: TensorInfo(tuple(tensors[name].shape), tensors[name].dtype) for name in names}
+
+    @property
+    def rows(self) -> dict[str, dict[str, TensorInfo]]:
+        """Rows that a task has beyond the base's vocabulary."""
+        tensors = self.model.state_dict()
+        return {
+            task: {
+                name: TensorInfo(self.experts.rows_shape(task, name), tensors[name].dtype)
+                for name in self.experts.vocabulary
+            }
+            for task in self.experts.own
+        }
+
+    @property
+    def heads(self) -> dict[str, dict[str, TensorInfo]]:
+        """Tensors that each task keeps whole."""
+        tensors = self.model.state_dict()
+        return {
+            task: {name: TensorInfo(expert.shape(name), tensors[name].dtype) for name in self.experts.heads}
+            for task, expert in self.experts.experts.items()
+        }
+
+    def estimate(self) -> BuildEstimate:
+        """What building to disk will need."""
+        size = sum(tensor_bytes(info) for source in self.sources.values() for info in source.infos.values())
+        vectors = 0
+        if merge_checkpoint(self.config) is None and options_to_learn(*merge_method(self.config)):
+            # The experts' own, and trimmed copies of them.
+            vectors = 2 * len(self.sources)
+        estimate = estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
+        rows = sum(tensor_bytes(info) for own in self.rows.values() for info in own.values())
+        return dataclasses.replace(estimate, disk=estimate.disk + rows)
+
+    def recipe(self, solver: str, training: TrainingConfig | None) -> dict[str, Any] | None:
+        """What another build of the same needs, see `describe_build`."""
+        opened = [
+            (self.given["base"], self.base),
+            *zip(self.given["experts"].values(), self.sources.values(), strict=True),
+        ]
+        revisions = {spec: source.provenance.get("revision") for spec, source in opened if isinstance(spec, str)}
+        return describe_build(**self.given, config=self.config, revisions=revisions, solver=solver, training=training)
+
+    def identity(self) -> dict[str, Any]:
+        """What the result depends on; an interrupted build of another identity is not continued."""
+        sources = {"base": self.base, **{f"expert {task}": source for task, source in self.sources.items()}}
+        if (merge := merge_checkpoint(self.config)) is not None:
+            sources["merge"] = open_source(merge, "the merged checkpoint", **self.options)
+        return {
+            "versions": {name: version(name) for name in PACKAGES},
+            "config": self.config.to_dict(),
+            "model": {name: [list(info.shape), str(info.dtype)] for name, info in self.infos.items()},
+            "sources": {label: source.identity() for label, source in sources.items()},
+        }
+
+
+def prepare(
+    base: Any,
+    experts: Mapping[str, Any],
+    config: RetexConfig,
+    *,
+    on_meta: bool = False,
+    model_config: str | dict[str, Any] | None = None,
+    check_base: bool = True,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    device: str | torch.device = CPU,
+    dtype: torch.dtype | str | None = None,
+) -> Blueprint:
+    """Open base and experts and check that they fit.
+
+    Args:
+        base: As in `RetexModel.from_experts`, like all the others.
+        experts: Likewise.
+        config: Likewise.
+        on_meta: The merged model will be on disk, not in memory.
+        model_config: For OpenCLIP modules.
+        check_base: Refuse experts that do not descend from the base.
+        token: Hub token.
+        cache_dir: Hub cache.
+        device: Where to compare, merge and solve.
+        dtype: Of the merged model; default: that of the first expert.
+    """
+    dtype = parse_dtype(dtype)
+    device = exact_device(parse_device(device))
+    tasks = check_tasks(experts)
+    options = {"token": token, "cache_dir": cache_dir}
+    base_source = open_source(base, "the base", **options)
+    sources = {task: open_source(spec, f"expert {task!r}", adapters=True, **options) for task, spec in experts.items()}
+    model = _load_skeleton(base_source, sources, model_config, on_meta, dtype)
+    library = library_of(model)
+    if library is hf_transformers:
+        sentence_modules.attach(model, sentence_modules.common_modules((base_source, *sources.values())))
+    inventory = take_inventory(model)
+    expert_set = _open_experts(model, library, inventory, base_source, sources, config, device)
+    if check_base:
+        with enough_memory("compare the experts with their base"):
+            check_related(expert_set, inventory.shapes)
+    labels = read_labels(model, library, sources, expert_set)
+    inventory = take_inventory(model)  # a vocabulary may have got another size
+    first = expert_set.experts[tasks[0]]
+    resize_tensors(model, {name: first.shape(name) for name in expert_set.heads})
+    if tasks[0] in labels:
+        library.set_labels(model, labels[tasks[0]])
+    reference = tokenizer_folder(base_source)
+    if reference is None and not expert_set.own:
+        reference = find_side_folder(sources.values())
+    vocabulary = describe_vocabularies(library, model, sources, reference, expert_set)
+    if vocabulary and not expert_set.own:  # tables that are kept whole are the first task's, like every head
+        library.set_vocabulary(model, expert_set.sizes[tasks[0]], {})
+    filled = dataclasses.replace(
+        config,
+        tasks=tasks,
+        base_model=base_source.provenance,
+        experts={task: source.provenance for task, source in sources.items()},
+        labels=labels,
+        vocabulary=vocabulary,
+    )
+    given = {"base": base, "experts": experts, "model_config": model_config, "check_base": check_base, "dtype": dtype}
+    return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options, given, device)
+
+
+def check_tasks(experts: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks; refuses what is no name."""
+    if not isinstance(experts, Mapping) or not experts:
+        raise ConfigError("experts must be a non-empty dict of task name to checkpoint.")
+    for task in experts:
+        if not is_task_name(task):
+            raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(task)}.")
+    return list(experts)
+
+
+def _load_skeleton(
+    base: Source,
+    sources: dict[str, Source],
+    model_config: str | dict[str, Any] | None,
+    on_meta: bool,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """The model that will hold the merged weights: the experts' class, because that is the one with heads.
+
+    Experts that are bare tensors have no class; then it is the base's. Where all are adapters, it is the base's
+    configuration in the class that they are adapters of. `dtype` is another one than it is stored in.
+    """
+    kinds = {task: kind for task, source in sources.items() if (kind := architecture_of(source, base)) is not None}
+    for task, kind in kinds.items():
+        first_task, first_kind = next(iter(kinds.items()))
+        if kind != first_kind:
+            raise CheckpointError(
+                f"{sources[task].label} is a {kind}, but expert {first_task!r} is a {first_kind}: "
+                "experts must share one architecture."
+            )
+    full = [sources[task] for task in kinds if not isinstance(sources[task], AdapterSource)]
+    source, kind = (full[0], None) if full else (base, next(iter(kinds.values()), None))
+    if source.model is not None and kind not in (None, kind_of_model(source.model)):
+        model = hf_transformers.from_config(kind, source.model.config, source.model.dtype, on_meta)
+    elif source.model is not None:
+        model = _copied(source, on_meta).eval()
+    elif source.folder is not None:
+        library = library_of_folder(source.folder)
+        # Whether all weights are there is checked below, with all the others.
+        with library.limited(source.folder, source):
+            if kind not in (None, architecture_of(source, base)):
+                config = hf_transformers.load_config(source)
+                model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
+            elif on_meta:
+                model = library.load_on_meta(source.folder, source)
+            else:
+                model = library.load(source.folder, source, strict=False)
+    else:
+        raise CheckpointError(
+            "Bare tensors do not say which model they belong to: give the base as a folder, a Hub id or a module."
+        )
+    library = library_of(model)
+    if library in DESCRIBED:
+        library.describe(model, model_config, base.folder, base.model)
+    if dtype is not None:
+        library.cast(model, dtype)
+    return model.requires_grad_(False)
+
+
+def _copied(source: Source, on_meta: bool) -> nn.Module:
+    """A copy of a module that was given, which may be of any class."""
+    try:
+        return copy_on_meta(source.model) if on_meta else deepcopy(source.model).cpu()
+    except Exception as error:  # of locks, files and results of computations there are no copies
+        name = type(source.model).__name__
+        raise CheckpointError(f"{source.label}: this {name} cannot be copied: {first_line(error)}") from error
+
+
+def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to load with what was built from modules of somebody's own class: copies of one are loaded into."""
+    given = [spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module)]
+    module = extract_model_from_parallel(given[0], keep_torch_compile=False) if given else None
+    if module is None or library_of(module) is not modules:
+        return {}
+    return {"make_model": lambda: deepcopy(module).requires_grad_(False)}
+
+
+def architecture_of(source: Source, base: Source) -> str | None:
+    """The class of a checkpoint's model, for an adapter on a base; None where nothing says it."""
+    if isinstance(source, AdapterSource):
+        library = None if base.model is None else library_of(base.model)
+        library = library if base.folder is None else library_of_folder(base.folder)
+        if library not in (None, hf_transformers):
+            return None  # the base's own class, which is the only one
+        config = getattr(base.model, "config", None)
+        if base.folder is not None:
+            config = hf_transformers.load_config(base)
+        return source.architecture(getattr(config, "model_type", None))
+    if source.model is not None:
+        return kind_of_model(source.model)
+    return None if source.folder is None else library_of_folder(source.folder).architecture(source.folder)
+
+
+def _open_experts(
+    model: nn.Module,
+    library: ModuleType,
+    inventory: Inventory,
+    base: Source,
+    sources: dict[str, Source],
+    config: RetexConfig,
+    device: torch.device,
+) -> ExpertSet:
+    # What the base has beyond the experts (a pre-training head) is not used.
+    base_entries, _ = library.align(model, base)
+    base_checkpoint = Checkpoint.from_entries(base.label, base_entries, inventory, device)
+
+    integers = {}
+
+    def align(source: Source) -> tuple[Checkpoint, list[str]]:
+        entries, unexpected = align_source(library, model, source, base_entries)
+        integers[source.label] = {name: entries[name] for name in inventory.integers if name in entries}
+        return Checkpoint.from_entries(source.label, entries, inventory, device), unexpected
+
+    aligned = {task: align(source) for task, source in sources.items()}
+    check_integers(inventory.integers, integers)
+    if config.heads == "auto":
+        head_names = library.head_names(model, list(inventory.shapes))
+    else:
+        head_names = {name for name in inventory.shapes if matches(name, config.heads)}
+    checkpoints = {task: checkpoint for task, (checkpoint, _) in aligned.items()}
+    found = align_vocabulary(
+        model,
+        library,
+        inventory,
+        (tokenizer_folder(base), base_checkpoint),
+        {task: (tokenizer_folder(sources[task]), checkpoint) for task, checkpoint in checkpoints.items()},
+        [] if config.heads == "auto" else config.heads,
+    )
+    own: dict[str, Checkpoint] = {}
+    if found is not None and (found.names or found.whole) and config.shared_trunk:
+        raise CheckpointError(
+            "RetexConfig.shared_trunk needs experts of one vocabulary: a trunk that all tasks share has no tokens "
+            "of a single task."
+        )
+    if found is not None and found.names:
+        own = checkpoints
+        checkpoints = {task: aligned_view(expert, base_checkpoint, found) for task, expert in own.items()}
+        resize_tensors(model, {name: base_checkpoint.shape(name) for name in found.names})
+        library.resize_vocabulary(model, found.size, base)
+        inventory = take_inventory(model)
+    experts = check_experts(
+        inventory,
+        base_checkpoint,
+        checkpoints,
+        {task: unexpected for task, (_, unexpected) in aligned.items()},
+        head_names if found is None else {*head_names, *found.whole},
+    )
+    if found is not None:
+        experts = dataclasses.replace(experts, vocabulary=found.names, own=own, sizes=found.sizes)
+    for name in experts.names:
+        if base_checkpoint.shape(name) != inventory.shapes[name]:
+            raise CheckpointError(
+                f"{base_checkpoint.label} and the experts: tensor {name!r} has shape {base_checkpoint.shape(name)}, "
+                f"but the model's configuration asks for {inventory.shapes[name]}."
+            )
+    # The first expert has what a model without values has not: the numbers that no checkpoint holds.
+    given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
+    shown = next((module for module in given if module is not None and library is modules), model)
+    for source in sources.values():
+        library.check_configuration(shown, source)
+    return experts
+
+
+def merge_checkpoint(config: RetexConfig) -> str | None:
+    """The path or Hub id of a finished merge, where `merge` is one; a bare word that is no path is a method."""
+    merge = config.merge
+    if isinstance(merge, dict) or merge in merge_methods():
+        return None
+    return merge if "/" in merge or ":" in merge or as_path(merge, ConfigError).exists() else None
+
+
+def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
+    """Name and options of a merge that is a method."""
+    if not isinstance(config.merge, dict):
+        return config.merge, {}
+    return config.merge["method"], {key: value for key, value in config.merge.items() if key != "method"}
+
+
+def read_labels(
+    model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
+) -> dict[str, dict[str, Any]]:
+    """What each task's head means. Its width is read off the head, the names from the checkpoint where it has them."""
+    width = library.num_labels(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    outputs = [name for name in experts.heads if shapes[name] and shapes[name][0] == width]
+    if width is None or not outputs:
+        return {}
+    labels = {}
+    for task, expert in experts.experts.items():
+        count = expert.shape(outputs[-1])[0]
+        labels[task] = library.labels_of(sources[task])
+        generic = {str(index): f"LABEL_{index}" for index in range(count)}
+        if labels[task].get("id2label", {}).keys() != generic.keys():
+            labels[task]["id2label"] = generic
+    return labels
+
+
+def load_expert_weights(base: Any, experts: Mapping[str, Any], config: RetexConfig | None = None) -> ExpertWeights:
+    """Base and experts in memory, checked as a build checks them. For methods that cannot go tensor by tensor."""
+    return expert_weights_of(prepare(base, experts, config or RetexConfig()))
+
+
+def expert_weights_of(blueprint: Blueprint) -> ExpertWeights:
+    """All tensors of a blueprint, in host memory."""
+    experts = blueprint.experts
+
+    def read(checkpoint: Checkpoint, name: str) -> Tensor:
+        return read_finite(checkpoint, name).float().cpu()
+
+    base = {name: read(experts.base, name) for name in experts.names}
+    vectors = {
+        name: torch.stack([read(expert, name) - base[name] for expert in experts.experts.values()])
+        for name in experts.names
+    }
+    heads = {task: {name: read(expert, name) for name in experts.heads} for task, expert in experts.experts.items()}
+    rows = {
+        task: {name: experts.read_rows(task, name).float().cpu() for name in experts.vocabulary} for task in experts.own
+    }
+    config = blueprint.config
+    return ExpertWeights(blueprint.model, base, vectors, heads, config.labels, rows, config.vocabulary)

@@ -1,0 +1,169 @@
+"""Vocabularies that differ by a few tokens: which tensors have a row per token, and what each expert has of them.
+
+An expert whose vocabulary is the base's with tokens added (or with its last rows cut off) has the same token in the
+same row as the base, as far as both go. Those rows are merged and recovered like any other weight; the rows beyond the
+base's are kept per task, as they are. Tokens that have moved to other rows leave nothing to align by number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import matches
+from ..errors import CheckpointError
+from . import Checkpoint, Inventory, Source, TensorInfo
+from .expert_set import RELATED_COSINE, ExpertSet
+from .tokenizer_files import is_other_tokenizer, moved_tokens, tokenizer_folder
+
+logger = logging.getLogger(__name__)
+
+# Rows of unrelated tokens are nearly orthogonal, and fine-tuning moves a row by a fraction of its norm.
+SAMPLED_ROWS = 512
+RELATED_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The base's number of tokens and each task's.
+
+    `names` are tensors with a row per token that are aligned by row, because experts differ in the number of rows;
+    `whole` are those that cannot be, because the same row is another token.
+    """
+
+    names: list[str]
+    size: int
+    sizes: dict[str, int]
+    whole: list[str] = field(default_factory=list)
+
+
+def align_vocabulary(
+    model: nn.Module,
+    library: ModuleType,
+    inventory: Inventory,
+    base: tuple[Path | None, Checkpoint],
+    experts: Mapping[str, tuple[Path | None, Checkpoint]],
+    heads: list[str],
+) -> Vocabulary | None:
+    """Find tensors with a row per token, and whether they can be aligned by row; None where there are none.
+
+    Checkpoints come with the folders of their tokenizers. `heads` are patterns of tensors that every task keeps whole,
+    whatever they are.
+    """
+    checkpoints = {task: checkpoint for task, (_, checkpoint) in experts.items()}
+    tables = library.vocabulary_names(model, inventory)
+    tables = [name for name in tables if all(name in found for found in (base[1], *checkpoints.values()))]
+    if len({base[1].shape(name)[0] for name in tables}) != 1:
+        return None
+    trailing = {name: base[1].shape(name)[1:] for name in tables}
+    if any(found.shape(name)[1:] != trailing[name] for found in checkpoints.values() for name in tables):
+        return None  # another architecture, which is said where shapes are compared
+    size = base[1].shape(tables[0])[0]
+    sizes = {task: found.shape(tables[0])[0] for task, found in checkpoints.items()}
+    names = [name for name in tables if not matches(name, heads)]
+    rows = {task: {found.shape(name)[0] for name in names} for task, found in checkpoints.items()}
+    for task, (folder, checkpoint) in experts.items() if names else ():
+        if len(rows[task]) != 1:
+            reason = f"its tensors have {sorted(rows[task])} rows"
+        elif rows[task] == {size}:
+            reason = _moved(base[0], folder)
+        else:
+            reason = _against(*base, folder, checkpoint, names[0])
+        if reason is not None:
+            _warn(task, reason, names, checkpoints)
+            return Vocabulary([], size, sizes, names)
+    return Vocabulary(names if any(found != {size} for found in rows.values()) else [], size, sizes)
+
+
+def _moved(base_folder: Path | None, folder: Path | None) -> str | None:
+    """Return what the tokenizer of an expert with as many tokens as the base shows against alignment, if anything."""
+    try:
+        moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
+    except CheckpointError:  # rows of equal number need no tokenizer: a damaged one is only warned of
+        return None
+    return _said(moved) if moved else None
+
+
+def _said(moved: list[str]) -> str:
+    return f"{len(moved)} of its tokens have other numbers than the base's, such as {moved[0]!r}"
+
+
+def _against(
+    base_folder: Path | None, base: Checkpoint, folder: Path | None, expert: Checkpoint, name: str
+) -> str | None:
+    """Return what shows that the same row is another token; tokenizers tell, or else the rows themselves."""
+    moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
+    if moved is not None:
+        return _said(moved) if moved else None
+    ours, theirs = base.read(name), expert.read(name)
+    shared = min(len(ours), len(theirs))
+    chosen = torch.linspace(0, shared - 1, min(SAMPLED_ROWS, shared)).long()
+    ours, theirs = ours[chosen].double().flatten(1), theirs[chosen].double().flatten(1)
+    alike = (nn.functional.cosine_similarity(ours, theirs) >= RELATED_COSINE) | (ours == theirs).all(1)
+    share = alike.double().mean().item()
+    return None if share >= RELATED_SHARE else f"only {share:.0%} of its rows are alike the base's rows of that number"
+
+
+def _warn(task: str, reason: str, names: list[str], experts: Mapping[str, Checkpoint]) -> None:
+    size = sum(
+        prod(found.shape(name)) * found.entries[name][0].dtype.itemsize for found in experts.values() for name in names
+    )
+    logger.warning(
+        "The vocabulary of expert %r is not the base's with tokens added: %s. Its tensors (%s) are kept whole for "
+        "every task, which takes %.1f MB.",
+        task,
+        reason,
+        ", ".join(names),
+        size / 1e6,
+    )
+
+
+def aligned_view(expert: Checkpoint, base: Checkpoint, vocabulary: Vocabulary) -> Checkpoint:
+    """Return a checkpoint with as many rows as the base: rows beyond are left out, missing ones are the base's."""
+    entries, ties = dict(expert.entries), dict(expert.ties)
+    for name in vocabulary.names:
+        info = TensorInfo((vocabulary.size, *expert.shape(name)[1:]), expert.entries[name][0].dtype)
+
+        def read(name: str = name) -> torch.Tensor:
+            own = expert.read(name)
+            missing = vocabulary.size - len(own)
+            if missing <= 0:
+                return own[: vocabulary.size]
+            return torch.cat([own, base.read(name)[-missing:].to(own.dtype)])
+
+        entries[name] = (info, read)
+        ties.pop(name, None)  # compared when the expert itself is read
+    return Checkpoint(expert.label, entries, ties, expert.device)
+
+
+def describe_vocabularies(
+    library: ModuleType, model: nn.Module, sources: Mapping[str, Source], reference: Path | None, experts: ExpertSet
+) -> dict[str, dict[str, Any]]:
+    """Describe the vocabularies of all tasks; empty where all have the base's, and its tokenizer.
+
+    `reference` is where the tokenizer lies that is saved with the merged model.
+    """
+    described = {
+        task: describe_vocabulary(library, model, sources[task], reference, size)
+        for task, size in experts.sizes.items()
+    }
+    own = any(found["tokenizer"] for found in described.values())
+    return described if own or experts.own or len(set(experts.sizes.values())) > 1 else {}
+
+
+def describe_vocabulary(
+    library: ModuleType, model: nn.Module, source: Source, base_folder: Path | None, size: int
+) -> dict[str, Any]:
+    """Describe a task's vocabulary: its size, special tokens of other numbers than the merged model's, and whether a
+    tokenizer of its own is kept."""
+    folder = tokenizer_folder(source)
+    differs = folder is not None and (base_folder is None or is_other_tokenizer(base_folder, folder))
+    return {"size": size, "token_ids": library.own_token_ids(model, source), "tokenizer": differs}

@@ -1,0 +1,186 @@
+"""Data files of strangers, looked at before foreign native code reads them: what lies about its size ends here."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from datasets.utils.extract import Extractor
+from PIL import Image
+
+from ..errors import EvaluationError, brief, first_line
+from ..utils.images import read_image
+from .data_limits import MOST_COLUMNS, MOST_TIMES, check_cells, check_columns, most_unpacked
+from .json_rows import JsonRows
+
+BLOCK = 1 << 20
+# As pandas reads a field: quotes count at its beginning, and what comes after the last one belongs to it too.
+FIELD = re.compile(rb'(?:"[^"]*(?:""[^"]*)*"?)?[^,\r\n]*')
+
+
+class Images(Sequence[Image.Image]):
+    """A column of images, each of which is read when it is asked for.
+
+    Args:
+        name: The task, for messages.
+        data: A data set.
+        column: A column of images that are not decoded: bytes, or paths of files.
+    """
+
+    def __init__(self, name: str, data: Dataset, column: str) -> None:
+        self._name, self._cells = name, data[column]
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        cell = self._cells[index]
+        if cell is None:
+            raise EvaluationError(f"Task {self._name!r}: row {index} has no image.")
+        where = f"Task {self._name!r}: the image of row {index}"
+        if cell["bytes"] is not None:
+            return read_image(cell["bytes"], where)
+        if cell["path"] is None or "://" in cell["path"]:  # an address, which `datasets` would fetch
+            raise EvaluationError(f"{where} is not in the data, and no file.")
+        return read_image(cell["path"], f"{where}, {cell['path']},")
+
+
+def check_json(path: Path, where: str) -> None:
+    """Refuse a file that is not JSON, read strictly, unpacks to far more than it is, or is too deep or too wide.
+
+    Native readers of JSON follow every bracket with a call, until the stack ends, and with it the process.
+    """
+    rows, size = JsonRows(), 0
+    for block in _blocks(path, where):
+        size += len(block)
+        _add(rows, block, where)
+    _add(rows, None, where)
+    check_cells(where, rows.count, rows.columns, size)
+    check_no_archive(path, where)
+
+
+def _add(rows: JsonRows, block: bytes | None, where: str) -> None:
+    try:
+        rows.end() if block is None else rows.add(block)
+    except ValueError as error:
+        raise EvaluationError(f"{where} cannot be read as JSON: {first_line(error).rstrip('.')}.") from None
+
+
+def check_csv(path: Path, where: str) -> None:
+    """Refuse a file that is not text in UTF-8, unpacks to far more than it is, or is too wide."""
+    head, size, tried, columns, lines = [], 0, 0, None, 1
+    for block in _blocks(path, where):
+        size += len(block)
+        lines += block.count(b"\n") + block.count(b"\r")
+        if columns is None:
+            head.append(block)
+            if size >= 2 * tried:  # not after every block, for time that grows with the length alone
+                columns, tried = csv_columns(b"".join(head), ended=False), size
+    if columns is None:
+        columns = csv_columns(b"".join(head), ended=True)
+    check_columns(where, columns)
+    check_cells(where, lines, columns, size)
+    check_no_archive(path, where)
+
+
+def csv_columns(text: bytes, *, ended: bool) -> int | None:
+    """How many columns a table has: as many as the first or the second row, of which pandas makes an index if need be.
+
+    None where these rows go on after `text`, which is not the whole (`ended`); stops where there are too many.
+
+    >>> from retex_hf.data.data_files import csv_columns
+    >>> csv_columns(b'a,"b,\\n""c"\\n1,2,3\\n', ended=True), csv_columns(b'a,b\\n"1,2', ended=False)
+    (3, None)
+    """
+    widest, rows, place, start, fields = 0, 0, 0, 0, 1
+    while rows < 2:
+        place = FIELD.match(text, place).end()
+        widest = max(widest, fields)
+        if widest > MOST_COLUMNS:
+            return widest
+        if place == len(text):
+            return widest if ended else None
+        if text[place] == ord(","):
+            fields += 1
+        else:
+            rows += bool(text[start:place].strip())  # pandas skips rows that are blank
+            start, fields = place + 1, 1
+        place += 1
+    return widest
+
+
+def check_no_archive(path: Path, where: str) -> None:
+    """Refuse a file that `datasets` would unpack, whatever its name is; `.gz` says that one is packed, and no archive.
+
+    Comes after a look at what the file holds: to find out, `datasets` may itself unpack some of it.
+    """
+    kind = Extractor.infer_extractor_format(path)
+    if kind is not None and (kind, path.suffix) != ("gzip", ".gz"):
+        raise EvaluationError(f"{where} is an archive ({kind}): unpack it, and give the file that is in it.")
+
+
+def _blocks(path: Path, where: str) -> Iterator[bytes]:
+    """The text of a file, unpacked, until it is far larger than packed; in whole lines, unless these are long."""
+    got, most, decoder = 0, most_unpacked(path.stat().st_size), codecs.getincrementaldecoder("utf-8")()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while block := file.read(BLOCK) + file.readline(BLOCK):
+                got += len(block)
+                if got > most and path.suffix == ".gz":
+                    raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
+                decoder.decode(block)
+                if b"\0" in block:
+                    raise EvaluationError(f"{where} is not text in UTF-8.")
+                yield block
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise EvaluationError(f"{where} is not text in UTF-8.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
+
+
+def read_arrays(path: Path, wanted: Sequence[str], where: str) -> list[np.ndarray]:
+    """Read arrays of an `.npz` file, whose headers must say what is there: nothing is allocated on their word."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            missing = [key for key in wanted if key not in members]
+            if missing:
+                raise EvaluationError(f"{where} has no array {missing[0]!r}, only {sorted(members)}.")
+            if sum(members[key].file_size for key in wanted) > most_unpacked(path.stat().st_size):
+                raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
+            return [_read_array(archive, members[key]) for key in wanted]
+    except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError, OverflowError) as error:
+        if isinstance(error, EvaluationError):
+            raise
+        raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in readers:
+            raise ValueError(f"{member.filename} is of version {version}")
+        try:
+            shape, _, dtype = readers[version](file)
+        except Exception:  # whatever Python's parser raises, with which numpy reads it
+            raise ValueError(f"{member.filename} has no header that can be read") from None
+        if not shape or not all(type(axis) is int for axis in shape):
+            raise ValueError(f"{member.filename} has the shape {brief(shape)}, which has no rows")
+        size = dtype.itemsize * math.prod(shape)
+        if dtype.hasobject or not dtype.itemsize or min(shape) < 0 or file.tell() + size != member.file_size:
+            raise ValueError(f"{member.filename} does not hold the array that its header says")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)

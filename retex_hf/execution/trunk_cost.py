@@ -1,0 +1,47 @@
+"""What it costs to leave the trunk merged, measured on reference inputs without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..routing import Entry, FeatureExtractor
+from ..routing.trunk_parameters import answers
+from .assignment import Group
+from .runner import ExpertRunner
+
+
+@torch.no_grad()
+def trunk_cost(
+    full: ExpertRunner,
+    shared: ExpertRunner,
+    references: Mapping[str, list[Mapping[str, Any]]],
+    extractor: FeatureExtractor,
+) -> dict[str, dict[str, float]]:
+    """Per task, how far the experts with a merged trunk are from the fully recovered ones on the task's own inputs.
+
+    `change` is the distance of their outputs over the distance between the fully recovered expert and the merged model:
+    0 loses nothing, 1 is as far off as the merged model. `agreement`, for classifiers, is the share of rows whose class
+    stays the same.
+    """
+    costs = {}
+    for task, batches in references.items():
+        task_id = full.tasks.index(task)
+        group = Group(task_id, torch.arange(0))
+        expert = _answers(full.expert(group), batches, extractor)
+        trunk, merged = (_answers(shared.expert(group, r), batches, extractor) for r in (True, False))
+        distance = sum((a - b).square().sum() for a, b in zip(expert, merged, strict=True)).sqrt()
+        missed = sum((a - b).square().sum() for a, b in zip(expert, trunk, strict=True)).sqrt()
+        costs[task] = {"change": (missed / distance).item() if distance > 0 else 0.0}
+        if full.num_labels(task_id) is not None:
+            same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(expert, trunk, strict=True)])
+            costs[task]["agreement"] = same.float().mean().item()
+    return costs
+
+
+def _answers(expert: nn.Module, batches: list[Mapping[str, Any]], extractor: FeatureExtractor) -> list[Tensor]:
+    entry = Entry(expert)
+    return [answers(entry(**extractor.select(batch))).cpu().double() for batch in batches]

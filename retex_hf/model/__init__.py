@@ -1,0 +1,1 @@
+"""`RetexModel`: built from experts, used, changed, saved and shared."""

@@ -1,0 +1,507 @@
+"""Tasks come and go: one more expert for a finished model, without the others at hand, and one less.
+
+Parts go in, new parts come out; what went in stays as it is, so that calls which are running are not disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifact.recipe import signed_task_in_memory
+from ..artifact.sizes import sizes_of
+from ..artifact.state import RetexParts
+from ..backends import as_inputs, kind_of_model, library_of, sentence_modules
+from ..build.plan import architecture_of, check_tasks, read_labels
+from ..checkpoints import (
+    AdapterSource,
+    Checkpoint,
+    ExpertSet,
+    Inventory,
+    Source,
+    TensorInfo,
+    align_source,
+    check_experts,
+    check_integers,
+    check_range,
+    check_related,
+    open_source,
+    read_finite,
+    take_inventory,
+)
+from ..checkpoints.tokenizer_files import tokenizer_folder
+from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabulary
+from ..config import matches
+from ..errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
+from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with, task_index, trunk_cost
+from ..execution.choice import find_fixed
+from ..execution.vocabulary_rows import rows_beyond, with_all_rows
+from ..recovery import Layout, plan_layout
+from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
+from ..recovery.layout import MATRIX
+from ..routing import (
+    FeatureExtractor,
+    Signatures,
+    WeightScorer,
+    WeightSignatures,
+    as_batches,
+    candidate_layers,
+    noted,
+    reference_features,
+    trunk_parameters,
+    trying,
+)
+from ..utils.devices import device_of, enough_memory, exact_device, parse_device
+
+MERGED = "the merged model"
+
+
+@dataclass(frozen=True)
+class AddedTask:
+    """What `add_task` has done.
+
+    `errors` are the new task's relative errors by parameter, `grown` says by how much the rank of a parameter's factors
+    grew, `joined` which parameters are recovered only now (in the others' eyes they are as merged), `whole` which are
+    now stored without factors because that costs less; `added_bytes` is what the recovery, the heads and the signatures
+    take more than before.
+    """
+
+    name: str
+    errors: dict[str, float]
+    grown: dict[str, int]
+    joined: list[str]
+    whole: list[str]
+    added_bytes: int
+
+    def __str__(self) -> str:
+        errors = list(self.errors.values())
+        lines = [f"Added task {self.name!r}: {len(errors)} parameters, {self.added_bytes / 1e6:.2f} MB more."]
+        if errors:
+            lines.append(f"Relative error: {sum(errors) / len(errors):.4f} on average, {max(errors):.4f} at most.")
+        if self.grown:
+            by = sorted(self.grown.values())
+            lines.append(f"The rank of {len(by)} grew, by {by[0]} to {by[-1]}.")
+        if self.joined:
+            lines.append(f"{len(self.joined)} were as merged for all tasks before: {shorten(self.joined)}.")
+        if self.whole:
+            lines.append(f"{len(self.whole)} are stored whole now: {shorten(self.whole)}.")
+        return "\n".join(lines)
+
+
+def add_task(
+    parts: RetexParts,
+    name: str,
+    expert: Any,
+    *,
+    references: Iterable[Any] | None = None,
+    base: Any = None,
+    tolerance: float | None = None,
+    check_base: bool = True,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> tuple[RetexParts, AddedTask]:
+    """The parts of a model with one more task. See `RetexModel.add_task`."""
+    config = parts.config
+    _check_request(parts, name, expert, references, tolerance)
+    device = exact_device(device_of(parts.model) if device is None else parse_device(device))
+    inventory = take_inventory(parts.model)
+    source = open_source(expert, f"expert {name!r}", adapters=True, token=token, cache_dir=cache_dir)
+    below = _open_base(parts, source, base, token, cache_dir)
+    experts = _open_expert(parts, name, source, below, inventory, device)
+    if check_base:
+        check_related(experts, inventory.shapes)
+    checkpoint = experts.experts[name]
+    rows, vocabulary = _joined_rows(parts, name, source, experts, inventory)
+    like = parts.model.state_dict()
+    head = {
+        n: read_finite(checkpoint, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads
+    }
+    heads = {**parts.heads, name: head}
+    seen: list[dict[str, Any]] = []
+    batches = None if references is None else noted(_as_inputs(parts, references), seen)
+    signature = None
+    if isinstance(parts.signatures, Signatures):
+        signature = _fit_signature(
+            replace(parts, config=replace(config, vocabulary=vocabulary), rows=rows, heads=heads), name, batches
+        )
+    trunk = set() if config.trunk is None else set(_trunk_names(parts, seen[0]))
+
+    left_out = {n for n in experts.names if n in trunk or matches(n, config.exclude)}
+    joining = _joining(parts, experts, inventory, name, left_out, tolerance)
+
+    def read(parameter: str) -> tuple[Tensor, Tensor]:
+        merged = experts.read_base(parameter)
+        return _wide(read_finite(checkpoint, parameter, merged.dtype)), _wide(merged)
+
+    with enough_memory(f"add task {name!r}"):
+        recovery, growth = add_to_recovery(
+            parts.recovery,
+            read,
+            _tolerances(parts, joining, tolerance),
+            joining,
+            dtype=config.recovery_dtype,
+            affine=config.recovery == "affine",
+            progress=progress,
+        )
+    labels = read_labels(parts.model, library_of(parts.model), {name: source}, experts)
+    tokenizers = dict(parts.tokenizers)
+    if vocabulary and vocabulary[name]["tokenizer"]:
+        tokenizers[name] = tokenizer_folder(source)
+    grown = replace(
+        parts,
+        config=replace(
+            config,
+            tasks=[*config.tasks, name],
+            experts={**config.experts, name: source.provenance},
+            labels={**config.labels, **labels},
+            vocabulary=vocabulary,
+            task_embedding_dim=None if config.task_embedding_dim is None else recovery.task_embedding.shape[1],
+        ),
+        recovery=recovery,
+        heads=heads,
+        rows=rows,
+        tokenizers=tokenizers,
+        errors=_joint_errors(parts.errors, growth),
+        recipe=_add_to_recipe(parts, name, expert, source, base, tolerance, check_base),
+        evaluation=None,
+    )
+    if signature is not None:
+        grown.signatures = parts.signatures.joined_by(signature.to(parts.signatures.mean.device))
+    elif isinstance(parts.signatures, WeightSignatures):
+        grown.signatures = WeightSignatures.fit(partial(_scorer, grown), batches)
+    if config.trunk is not None:
+        cost = _trunk_cost(grown, name, {n: _read(checkpoint, n) for n in trunk if n in checkpoint}, seen)
+        grown.config.trunk = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
+    added = AddedTask(
+        name,
+        growth.errors,
+        growth.grown,
+        growth.joined,
+        growth.whole,
+        sum(sizes_of(grown).values()) - sum(sizes_of(parts).values()),
+    )
+    return grown, added
+
+
+def delete_task(parts: RetexParts, name: str) -> RetexParts:
+    """The parts of a model without one of its tasks. See `RetexModel.delete_task`."""
+    config = parts.config
+    index = task_index(name, config.tasks)
+    if len(config.tasks) == 1:
+        raise TaskError(f"{name!r} is the only task; a model of no tasks is the merged model itself.")
+    tasks = [task for task in config.tasks if task != name]
+    recovery = remove_from_recovery(parts.recovery, index)
+    heads = {task: parts.heads[task] for task in tasks}
+    labels = _without(config.labels, name)
+    model = parts.model
+    if index == 0 and heads[tasks[0]]:
+        # The merged model alone has the head of the first task.
+        model = copy_with(model, heads[tasks[0]])
+        if tasks[0] in labels:
+            library_of(model).set_labels(model, labels[tasks[0]])
+    dimension = recovery.task_embedding.shape[1]
+    trunk = config.trunk and {**config.trunk, "cost": _without(config.trunk["cost"], name)}
+    return replace(
+        parts,
+        config=replace(
+            config,
+            tasks=tasks,
+            experts=_without(config.experts, name),
+            labels=labels,
+            vocabulary=_without(config.vocabulary, name),
+            trunk=trunk,
+            task_embedding_dim=None if config.task_embedding_dim is None and dimension == len(tasks) else dimension,
+        ),
+        model=model,
+        recovery=recovery,
+        heads=heads,
+        rows=_without(parts.rows, name),
+        tokenizers=_without(parts.tokenizers, name),
+        errors={n: error for n, error in parts.errors.items() if n in recovery},
+        signatures=None if parts.signatures is None else parts.signatures.without(index),
+        recipe=_changed(parts.recipe, {"remove": name}),
+        evaluation=None,
+    )
+
+
+def _check_request(
+    parts: RetexParts, name: str, expert: Any, references: Iterable[Any] | None, tolerance: float | None
+) -> None:
+    """Refuse what is wrong before anything is opened."""
+    check_tasks({name: expert})
+    if name in parts.config.tasks:
+        raise TaskError(f"The model has a task {name!r} already; its tasks are {parts.config.tasks}.")
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0 <= tolerance <= 1):
+        raise ConfigError(f"tolerance must be a relative error between 0 and 1, not {tolerance!r}.")
+    if references is None and isinstance(parts.signatures, Signatures):
+        raise TaskError(
+            f"The model tells its tasks apart by reference inputs: give some of {name!r} as references=, batches as "
+            "for fit_signatures."
+        )
+    if references is None and isinstance(parts.signatures, WeightSignatures):
+        raise TaskError(
+            "The model's scores are centred on a pool of inputs: give a pool as references=, with inputs of all tasks."
+        )
+    if references is not None and parts.signatures is None:
+        raise TaskError(
+            'With signatures="weights" a task needs no reference inputs.'
+            if parts.config.signatures == "weights"
+            else "The model has no signatures that references= could join: add the task without, and call "
+            "fit_signatures with inputs of all tasks."
+        )
+    fixed = find_fixed(parts.model, list(parts.recovery))
+    if fixed is not None:
+        raise RetexError(
+            f"No task can be added, because {fixed!r} of the merged model is quantised or offloaded: load the model "
+            "in plain numbers."
+        )
+
+
+def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
+    """The base that an adapter is laid over: the caller's, since what an artifact's recipe names is not asked for."""
+    if not isinstance(source, AdapterSource):
+        if base is not None:
+            raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
+        return None
+    if base is None:
+        named = (parts.recipe or {}).get("base")
+        hint = "" if named is None else f" (the recipe names {brief(named)})"
+        raise CheckpointError(f"{source.label} is an adapter: say with base= which model it was trained on{hint}.")
+    return open_source(base, "the base", token=token, cache_dir=cache_dir)
+
+
+def _open_expert(
+    parts: RetexParts, name: str, source: Source, base: Source | None, inventory: Inventory, device: torch.device
+) -> ExpertSet:
+    """The new expert beside the merged model, checked as a build checks experts and their base."""
+    model, library = parts.model, library_of(parts.model)
+    kind = architecture_of(source, base or source)
+    # An OpenCLIP folder says which library it is of, not which class.
+    if kind not in (None, kind_of_model(model), library.NAME):
+        raise CheckpointError(
+            f"{source.label} is a {kind}, but the other experts are a {kind_of_model(model)}: experts must share one "
+            "architecture."
+        )
+    sentence_modules.check_modules(model, source)
+    below = {} if base is None else library.align(model, base)[0]
+    entries, unexpected = align_source(library, model, source, below)
+    tensors = model.state_dict()
+    merged = {
+        n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n])
+        for n in (*inventory.shapes, *inventory.integers)
+    }
+    check_integers(inventory.integers, {MERGED: merged, source.label: entries})
+    heads = list(parts.heads[parts.config.tasks[0]])
+    whole = Checkpoint.from_entries(source.label, entries, inventory, device)
+    shared = Checkpoint(MERGED, merged, device=device)
+    found = align_vocabulary(
+        model, library, inventory, (parts.side_folder, shared), {name: (tokenizer_folder(source), whole)}, heads
+    )
+    if found is not None and found.names and parts.config.trunk is not None:
+        raise CheckpointError(f"{source.label} has another vocabulary than the trunk that all tasks share.")
+    if found is not None and any(n not in heads and whole.shape(n) == shared.shape(n) for n in found.whole):
+        raise CheckpointError(
+            f"{source.label} has tokens in other rows than {MERGED}: to be kept whole for every task, its tensors "
+            f"({', '.join(found.whole)}) take a build from all experts."
+        )
+    expert = whole if found is None else aligned_view(whole, shared, found)
+    experts = check_experts(inventory, shared, {name: expert}, {name: unexpected}, set(heads))
+    if found is not None:
+        experts = replace(experts, sizes=found.sizes)
+    if parts.rows or (found is not None and found.names):
+        names = list(next(iter(parts.rows.values()))) if parts.rows else found.names
+        experts = replace(experts, vocabulary=names, own={name: whole})
+    checkpoint = experts.experts[name]
+    for n in experts.heads:
+        shape, expected = checkpoint.shape(n), inventory.shapes[n]
+        if n not in heads:
+            raise CheckpointError(
+                f"{source.label}: tensor {n!r} has shape {shape}, but {MERGED} has {expected}: to be kept whole for "
+                "every task, it takes a build from all experts."
+            )
+        if len(shape) != len(expected) or shape[1:] != expected[1:]:
+            raise CheckpointError(
+                f"{source.label}: tensor {n!r} has shape {shape}, but that of the other experts is {expected}: another "
+                "architecture."
+            )
+    library.check_configuration(model, source)
+    return experts
+
+
+def _joined_rows(
+    parts: RetexParts, name: str, source: Source, experts: ExpertSet, inventory: Inventory
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
+    """The rows and vocabularies of all tasks, with those of a new one; both empty where all have the model's own."""
+    if not experts.sizes:
+        return {}, {}
+    like, library = parts.model.state_dict(), library_of(parts.model)
+    rows, vocabulary = dict(parts.rows), dict(parts.config.vocabulary)
+    table = library.vocabulary_names(parts.model, inventory)[0]
+    for task in parts.config.tasks if not vocabulary else ():
+        size = len(parts.heads[task].get(table, like[table]))
+        vocabulary[task] = {"size": size, "token_ids": {}, "tokenizer": False}
+    vocabulary[name] = describe_vocabulary(library, parts.model, source, parts.side_folder, experts.sizes[name])
+    if experts.vocabulary:
+        for task in parts.config.tasks if not rows else ():
+            rows[task] = {n: like[n].new_empty((0, *like[n].shape[1:])) for n in experts.vocabulary}
+        rows[name] = {
+            n: experts.read_rows(name, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True)
+            for n in experts.vocabulary
+        }
+    sizes, own = ({found[key] for found in vocabulary.values()} for key in ("size", "tokenizer"))
+    return (rows, vocabulary) if rows or len(sizes) > 1 or any(own) else ({}, {})
+
+
+def _joining(
+    parts: RetexParts,
+    experts: ExpertSet,
+    inventory: Inventory,
+    name: str,
+    left_out: set[str],
+    tolerance: float | None,
+) -> dict[str, Layout]:
+    """Layouts of the parameters that the new expert changes and none of the others did."""
+    config = parts.config
+    if config.rank_budget is not None and tolerance is None:
+        return {}  # what is not recovered was not worth its storage
+    checkpoint = experts.experts[name]
+    joining = {}
+    for n in experts.names:
+        if n in parts.recovery or n in left_out:
+            continue
+        merged = experts.read_base(n)
+        if torch.equal(read_finite(checkpoint, n).to(merged.dtype), merged):
+            continue
+        # Rank 1 shows the kind of a parameter; the rank itself is found as it grows.
+        joining[n] = plan_layout(
+            inventory.shapes[n],
+            "full" if config.rank == "full" else 1,
+            len(config.tasks) + 1,
+            n in inventory.convolutions,
+            order=config.factor_order,
+        )
+    return joining
+
+
+def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: float | None) -> dict[str, float]:
+    """The relative error that the new task may have: that of the others, unless one is given. Where the others have no
+    error because they do not differ, it is what they have in other matrices as a rule."""
+    if tolerance is not None:
+        return dict.fromkeys([*parts.recovery, *joining], tolerance)
+    unknown = [name for name in parts.recovery if parts.errors.get(name) is None]
+    if unknown:
+        raise RetexError(f"Nothing says how well {unknown[0]!r} is recovered for the other tasks: give tolerance=.")
+    matrices = [parts.errors[name] for name in parts.recovery if parts.recovery[name].layout.kind == MATRIX]
+    usual = median(matrices) if matrices else 0.0
+    return {name: parts.errors[name] for name in parts.recovery} | dict.fromkeys(joining, usual)
+
+
+def _joint_errors(errors: Mapping[str, float], growth: Growth) -> dict[str, float]:
+    """An upper bound of the relative errors over all tasks. Of the others only that ratio is known, not its parts; a
+    joint ratio lies between the two."""
+    known = {name: max(error, growth.errors[name]) for name, error in errors.items() if error is not None}
+    return {**growth.errors, **known}
+
+
+def _as_inputs(parts: RetexParts, references: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    return map(partial(as_inputs, parts.model), as_batches(references))
+
+
+def _extractor(parts: RetexParts, layers: list[str]) -> FeatureExtractor:
+    tensors = beside_own(parts.model, parts.pretrained)
+    if parts.config.vocabulary:
+        rows = rows_beyond(parts.model, library_of(parts.model), parts.heads, parts.rows)
+        tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
+    model = copy_with(parts.model, tensors).eval()
+    return FeatureExtractor(model, layers, parts.config.feature_pooling)
+
+
+def _scorer(parts: RetexParts, sample: Mapping[str, Any]) -> WeightScorer:
+    usable = trying(partial(_extractor, parts), candidate_layers(parts.model, parts.config), sample)
+    return WeightScorer(_extractor(parts, usable.layers[-1:]), parts.recovery)
+
+
+def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
+    """The signature of the new task, at the layer where the others have theirs."""
+    config, layer = parts.config, parts.signatures.feature_layer
+    features = reference_features(_extractor(parts, [layer]), name, batches, config.num_reference)
+    return Signatures.fit([features[layer]], config.signature_rank, layer)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, finite where it can be otherwise; a trunk has counters too."""
+    tensor = checkpoint.read(name)
+    return check_range(tensor, checkpoint.label, name) if tensor.is_floating_point() else tensor
+
+
+def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
+    return trunk_parameters(_extractor(parts, [parts.signatures.feature_layer]), sample, parts.model)
+
+
+def _trunk_cost(
+    parts: RetexParts, name: str, trunk: Mapping[str, Tensor], batches: list[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """What it costs the new task that its trunk stays merged; `trunk` holds the expert's own tensors there."""
+    device = parts.recovery.task_embedding.device
+    like = parts.model.state_dict()
+    own = {n: tensor.to(device, like[n].dtype) for n, tensor in trunk.items()}
+    shared = ExpertRunner(
+        model=parts.model,
+        library=library_of(parts.model),
+        recovery=parts.recovery,
+        tasks=parts.config.tasks,
+        heads=parts.heads,
+        labels=parts.config.labels,
+        cache=ExpertCache(0),
+    )
+    full = replace(shared, heads={**parts.heads, name: {**parts.heads[name], **own}})
+    return trunk_cost(full, shared, {name: batches}, _extractor(parts, [parts.signatures.feature_layer]))
+
+
+def _add_to_recipe(
+    parts: RetexParts,
+    name: str,
+    expert: Any,
+    source: Source,
+    base: Any,
+    tolerance: float | None,
+    check_base: bool,
+) -> dict[str, Any] | None:
+    """The recipe with the new task; None where the expert, or its base, is in memory only."""
+    if not all(isinstance(spec, (str, os.PathLike)) for spec in (expert, base) if spec is not None):
+        return None
+    text, revision = os.fspath(expert), source.provenance.get("revision")
+    change: dict[str, Any] = {
+        "add": name,
+        # What a branch holds changes, a commit does not.
+        "expert": text if revision is None else f"{text.partition('@')[0]}@{revision}",
+    }
+    change |= {} if base is None else {"base": os.fspath(base)}
+    change |= {} if tolerance is None else {"tolerance": tolerance}
+    change |= {} if check_base else {"check_base": False}
+    recipe = _changed(parts.recipe, change)
+    if recipe is not None and parts.signatures is not None:
+        recipe["unrecorded"] = [*recipe.get("unrecorded", []), signed_task_in_memory(name)]
+    return recipe
+
+
+def _changed(recipe: dict[str, Any] | None, change: dict[str, Any]) -> dict[str, Any] | None:
+    return None if recipe is None else {**recipe, "changes": [*recipe.get("changes", []), change]}
+
+
+def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {k: value for k, value in values.items() if k != key}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,1 @@
+"""One task on its own: a plain checkpoint, or a PEFT adapter."""

@@ -1,0 +1,181 @@
+"""What an adapter holds: the factors of a task's offsets, and what is stored whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ....checkpoints import take_inventory
+from ....recovery import RecoveryModule
+from ....recovery.layout import GENERATED_FIRST, MATRIX
+from .plan import Plan
+
+# Directions of a whole difference that are weaker than this, relative to the strongest, are rounding.
+NEGLIGIBLE = 1e-6
+
+
+@dataclass
+class Offsets:
+    """The differences of one task from the merged model."""
+
+    model: nn.Module
+    recovery: RecoveryModule
+    heads: Mapping[str, Tensor]
+    embedding: Tensor
+
+    def __post_init__(self) -> None:
+        self.merged = self.model.state_dict()
+        ties = take_inventory(self.model).aliases
+        self.leaders = {alias: name for name, aliases in ties.items() for alias in aliases}
+
+    def offset(self, alias: str) -> Tensor:
+        """The difference from the merged tensor, on the CPU, as all that goes into a file: factoring takes float64."""
+        return self.recovery.offset(self.leaders.get(alias, alias), self.embedding).cpu()
+
+    def value(self, alias: str) -> Tensor:
+        """The task's own tensor."""
+        name = self.leaders.get(alias, alias)
+        if name in self.heads:
+            return self.heads[name]
+        merged = self.merged[alias]
+        if name not in self.recovery:
+            return merged
+        return self.recovery.recover(name, merged, self.embedding).to(merged.dtype)
+
+    def factors(self, alias: str, stacked: bool = False) -> tuple[Tensor, Tensor]:
+        """The offset of a parameter as a batch of products `left @ right`, of one where it is not `stacked`; zeros of
+        rank 1 where it is not changed."""
+        name = self.leaders[alias]
+        shape = tuple(self.merged[alias].shape)
+        rows, columns = shape[1:] if stacked else (shape[0], prod(shape[1:]))
+        if name not in self.recovery:
+            return torch.zeros(1, rows, 1), torch.zeros(1, 1, columns)
+        layout = self.recovery[name].layout
+        if layout.kind == MATRIX and (layout.rows, layout.columns) == (rows, columns):
+            return self._stored_factors(name)
+        return factor(self.offset(name).reshape(-1, rows, columns), self.merged[alias])
+
+    def _stored_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        generator = self.recovery[name]
+        generated, shared, inner = (
+            generator.generated(self.embedding),
+            generator.factor("shared"),
+            generator.factor("inner"),
+        )
+        if generator.layout.order == GENERATED_FIRST:
+            return generated.cpu(), (shared if inner is None else inner @ shared).cpu()
+        return (shared if inner is None else shared @ inner).cpu(), generated.cpu()
+
+    def _energy(self, name: str) -> float:
+        """The squared norm of an offset, without the offset where it has factors."""
+        if self.recovery[name].layout.kind != MATRIX:
+            return self.offset(name).double().square().sum().item()
+        left, right = (part.double() for part in self._stored_factors(name))
+        return ((left.mT @ left) * (right @ right.mT)).sum().item()
+
+    def biases(self, plan: Plan) -> set[str]:
+        names = {f"{module}.bias" for module in plan.lora} if plan.with_bias else set()
+        return {name for name in names if self.leaders.get(name) in self.recovery}
+
+    def relative_size(self, name: str) -> float:
+        merged = self.merged[name].cpu().float()
+        if name in self.heads:
+            head = self.heads[name].cpu().float()
+            difference = head - merged if head.shape == merged.shape else head
+        else:
+            difference = self.offset(name)
+        return (difference.norm() / merged.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
+
+    def share(self, names: set[str]) -> float:
+        """The part that some parameters have in the whole difference; heads do not count, they are no difference."""
+        energies = {name: self._energy(name) for name in self.recovery} if names else {}
+        total = sum(energies.values())
+        return (sum(energies[name] for name in names if name in energies) / total) ** 0.5 if total else 0.0
+
+    def other_width(self, heads: Mapping[str, Tensor]) -> int | None:
+        """The number of outputs of the task's head, where it is not that of the merged model."""
+        widths = [head.shape[0] for name, head in heads.items() if head.shape != self.merged[name].shape]
+        return widths[-1] if widths else None
+
+
+def factor(stack: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices (n, a, b) as products of the least rank that gives them to rounding: of float32, and of the `weight`
+    that they are differences of.
+
+    >>> import torch
+    >>> from retex_hf.model.export.lora.factors import factor
+    >>> matrix = torch.ones(1, 3, 4)
+    >>> [tuple(part.shape) for part in factor(matrix, matrix)]
+    [(1, 3, 1), (1, 1, 4)]
+    """
+    tall = stack.shape[1] > stack.shape[2]
+    wide = (stack.mT if tall else stack).double()
+    values, vectors = torch.linalg.eigh(wide @ wide.mT)
+    rounding = torch.finfo(torch.float32).eps * weight.float().square().mean().sqrt().item() / 2
+    rounding *= sum(size**0.5 for size in stack.shape[1:])  # the norm of a random matrix of rounding errors
+    least = (NEGLIGIBLE**2 * values[:, -1:]).clamp(min=rounding**2)
+    rank = max(1, int((values > least).sum(1).max()))
+    left = vectors[:, :, -rank:]
+    right = (left.mT @ wide).float()
+    left = left.float()
+    return (right.mT, left.mT) if tall else (left, right)
+
+
+def lora_tensors(offsets: Offsets, plan: Plan, uniform: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Factors and biases of modules as peft names them, and the modules' ranks; all of one rank if `uniform`."""
+    factors = {name: [part[0] for part in offsets.factors(f"{name}.weight")] for name in sorted(plan.lora)}
+    if uniform and factors:
+        rank = max(right.shape[0] for _, right in factors.values())
+        factors = {name: _padded(left, right, rank) for name, (left, right) in factors.items()}
+    tensors: dict[str, Tensor] = {}
+    carried = offsets.biases(plan)
+    for name, (left, right) in factors.items():
+        module = offsets.model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            tensors[f"{name}.lora_embedding_A"], tensors[f"{name}.lora_embedding_B"] = left.T, right.T
+            continue
+        a, b = (left.T, right.T) if isinstance(module, Conv1D) else (right, left)
+        if module.weight.ndim > 2:  # a convolution, then one of width 1
+            a, b = a.unflatten(1, module.weight.shape[1:]), b.reshape(*b.shape, *[1] * (module.weight.ndim - 2))
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
+        if plan.with_bias:
+            bias = f"{name}.bias"
+            tensors[f"{name}.lora_B.bias"] = offsets.offset(bias) if bias in carried else torch.zeros(b.shape[0])
+    return tensors, {name: right.shape[0] for name, (_, right) in factors.items()}
+
+
+def stack_tensors(offsets: Offsets, plan: Plan) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Factors of stacked parameters as peft names and arranges them, and their ranks."""
+    tensors, ranks = {}, {}
+    for name in sorted(plan.stacks):
+        left, right = offsets.factors(name, stacked=True)
+        ranks[name] = right.shape[1]
+        module, _, attribute = name.rpartition(".")
+        owner = offsets.model.get_submodule(module)
+        if getattr(owner, "is_transposed", False):
+            left, right = right.mT, left.mT
+        # peft wraps the parameters of a module one around the other, the first innermost.
+        wrapped = [parameter for parameter in owner._parameters if f"{module}.{parameter}" in plan.stacks]
+        module += ".base_layer" * (len(wrapped) - 1 - wrapped.index(attribute))
+        tensors[f"{module}.lora_A.weight"] = right.flatten(0, 1)
+        # The columns of B are numbered by rank first and by expert second.
+        tensors[f"{module}.lora_B.weight"] = left.permute(1, 2, 0).flatten(1)
+    return tensors, ranks
+
+
+def saved_tensors(offsets: Offsets, plan: Plan) -> dict[str, Tensor]:
+    names = [f"{module}.{name}" for module in plan.saved for name in offsets.model.get_submodule(module).state_dict()]
+    return {name: offsets.value(name) for name in sorted(names)}
+
+
+def _padded(left: Tensor, right: Tensor, rank: int) -> list[Tensor]:
+    missing = rank - right.shape[0]
+    return [
+        torch.cat([left, left.new_zeros(left.shape[0], missing)], 1),
+        torch.cat([right, right.new_zeros(missing, right.shape[1])]),
+    ]

@@ -1,0 +1,124 @@
+"""PEFT's and transformers' names for what adapters do: ours where the meaning is the same, else what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from peft.peft_model import TunerLayerStatus, TunerModelStatus
+
+    from .routed_model import RoutedModel
+
+PEFT_TYPE = "RETEX"
+# Names of PEFT and of transformers' own adapter methods that a `RetexModel` does not have, and why.
+REFUSED = {
+    "add_adapter": "A RetexModel gets a task from its expert, not from an untrained adapter: "
+    "model.add_task(name, expert).",
+    "add_weighted_adapter": "A mixture of tasks needs no adapter of its own: model.set_adapter([...]), or weights with "
+    "task=.",
+    "disable_adapters": "Recovery is switched off within a context: with model.disable_adapter().",
+    "enable_adapters": "Recovery is on outside of model.disable_adapter().",
+    "disable_adapter_layers": "Recovery is switched off within a context: with model.disable_adapter().",
+    "enable_adapter_layers": "Recovery is on outside of model.disable_adapter().",
+    "enable_peft_hotswap": "Experts are recovered on demand: there is nothing to swap.",
+    "get_adapter_state_dict": "A task has no adapter: model.recover(task) gives the expert's weights, "
+    "model.export_lora(task, folder) an adapter.",
+    "inject_adapter": "A RetexModel gets a task from its expert: model.add_task(name, expert).",
+    "merge_adapter": "The merged model stays as it is: model.merge_and_unload(task) gives an expert.",
+    "unmerge_adapter": "The merged model stays as it is: model.get_base_model().",
+    "peft_config": "A RetexModel has no PEFT configuration: its own is model.retex_config.",
+    "active_peft_config": "A RetexModel has no PEFT configuration: its own is model.retex_config.",
+    "set_requires_grad": "Tasks share what is trained: load with RetexModel.from_pretrained(..., is_trainable=True).",
+    "supports_lora_conversion": "model.export_lora(task, folder) says what an adapter can carry.",
+    "get_prompt": "A RetexModel has no prompts.",
+    "get_prompt_embedding_to_save": "A RetexModel has no prompts.",
+    "prepare_model_for_gradient_checkpointing": "Call model.gradient_checkpointing_enable().",
+    "modules_to_save": "Heads of tasks are in model.heads.",
+    "base_model_torch_dtype": "The merged model's dtype is model.dtype.",
+}
+# Options of PEFT's and transformers' methods that ours do not have, and why.
+SAVING = {
+    "save_embedding_layers": "the merged model is always saved whole, with its embeddings.",
+    "path_initial_model_for_weight_conversion": "tasks are not stored as adapters: model.export_lora(task, folder) "
+    "writes one.",
+    "state_dict": "what is saved is the model's own state.",
+    "variant": "file names have no variants: save to another folder.",
+}
+LOADING = {
+    "is_trainable": "tasks share what is trained: add the task, save, and load with "
+    "RetexModel.from_pretrained(..., is_trainable=True).",
+    "torch_device": "the task goes where the model is; device= says where to solve.",
+    "hotswap": "delete_task forgets the task whose place another is to take.",
+    "key_mapping": "give the expert as a state dict with the model's own names.",
+    "revision": "write the revision behind the Hub id, org/name@revision.",
+}
+# What is easily written for `task` or `adapter_names`, and would be lost in a `forward` that takes anything.
+MISSPELT = ("tasks", "task_name", "task_names", "adapter", "adapters", "adapter_name")
+
+
+def check_options(
+    method: str, given: Mapping[str, Any], known: Collection[str], reasons: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Refuse options that a method does not have, with the reason where there is one."""
+    for name in given:
+        if name not in known:
+            reason = reasons.get(name, f"expected one of {sorted(known)}.")
+            raise ConfigError(f"{method} has no option {name!r}: {reason}")
+
+
+def check_spelling(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse names that were meant to name tasks, unless the wrapped model's method has an argument of that name."""
+    for name in MISSPELT:
+        if name in given and name not in inspect.signature(function).parameters:
+            raise InputError(
+                f"There is no argument {name!r}: tasks are named by task=, or by adapter_names= as in peft."
+            )
+
+
+def model_status(model: RoutedModel) -> TunerModelStatus:
+    """What PEFT's `get_model_status` says, of tasks."""
+    from peft.peft_model import TunerModelStatus
+
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    learned = model.recovery.task_embedding.requires_grad
+    return TunerModelStatus(
+        base_model_type=type(model.get_base_model()).__name__,
+        adapter_model_type=type(model.recovery).__name__,
+        peft_types=dict.fromkeys(model.tasks, PEFT_TYPE),
+        trainable_params=trainable,
+        total_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_adapter_layers=len(list(model.recovery)),
+        enabled=model.has_active_enabled_adapter,
+        active_adapters=model.active_adapters,
+        merged_adapters=[],
+        requires_grad=dict.fromkeys(model.tasks, learned),
+        available_adapters=list(model.tasks),
+        devices={task: [model.recovery.task_embedding.device.type] for task in model.tasks},
+        quantization_backend=None,
+    )
+
+
+def layer_status(model: RoutedModel) -> list[TunerLayerStatus]:
+    """What PEFT's `get_layer_status` says: an entry per parameter that is recovered."""
+    from peft.peft_model import TunerLayerStatus
+
+    whole = model_status(model)
+    return [
+        TunerLayerStatus(
+            name=name,
+            module_type=model.recovery[name].layout.kind,
+            enabled=whole.enabled,
+            active_adapters=whole.active_adapters,
+            merged_adapters=[],
+            requires_grad=whole.requires_grad,
+            available_adapters=whole.available_adapters,
+            devices=whole.devices,
+            quantization_backend=None,
+        )
+        for name in model.recovery
+    ]

@@ -1,0 +1,670 @@
+"""`RetexModel`: built from experts, saved, shared and changed; `RoutedModel` is how it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from huggingface_hub import CommitInfo
+from torch import Tensor, nn
+
+from ..artifact import hub, reading, writing
+from ..artifact.recipe import signed_in_memory
+from ..artifact.state import RetexParts
+from ..backends import as_inputs, parse_dtype, sentence_modules
+from ..backends.untrusted_tokenizer import vetted_side_files
+from ..build.build import build, build_folder
+from ..build.plan import maker_of
+from ..config import RetexConfig
+from ..data.readout import Readout
+from ..errors import ConfigError, InputError, RetexError, TaskError
+from ..execution import ExpertCache, Group, Mixture, as_active, task_index, trunk_cost
+from ..recovery import TrainingConfig
+from ..routing import (
+    Signatures,
+    WeightSignatures,
+    as_batches,
+    candidate_layers,
+    describe_trunk,
+    fit_signatures,
+    keeps_cache,
+    noted,
+    trunk_parameters,
+)
+from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
+from ..utils.paths import as_path
+from .edit_tasks import AddedTask, add_task, delete_task
+from .export.lora import LoraExport, export_lora
+from .peft_names import LOADING, SAVING, check_options
+from .routed_model import RoutedModel
+
+
+class RetexModel(RoutedModel):
+    """One merged model that recovers the right expert for every row of a batch.
+
+    Build it with [`from_experts`], teach it to tell tasks apart with [`fit_signatures`], keep it with
+    [`save_pretrained`]; [`from_pretrained`] brings it back. `forward`, `generate`, `encode_image`, `get_image_features`
+    and the like are those of the wrapped model, with one more argument: `task`, a task name, one name or id per row,
+    or a (rows, tasks) tensor of mixing weights. Without it, each row's task is identified from the row itself. What was
+    decided travels on the output as `output.routing`.
+
+    As in PEFT, `model.config` is the wrapped model's configuration; ours is `model.retex_config`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from retex_hf import RetexConfig, RetexModel
+        >>> config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> base = BertModel(config)
+        >>> experts = {}
+        >>> for task in ("a", "b"):
+        ...     noise = {name: 0.01 * torch.randn(weight.shape) for name, weight in base.state_dict().items()}
+        ...     experts[task] = {name: weight + noise[name] for name, weight in base.state_dict().items()}
+        >>> model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), progress=False)
+        >>> ids = torch.randint(32, (3, 5))
+        >>> model(input_ids=ids, task=["a", "b", "a"]).routing.tasks
+        ['a', 'b', 'a']
+    """
+
+    def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
+        super().__init__(parts, expert_cache=expert_cache, execution=execution)
+        _register_pipelines()
+
+    # ---- build, save, load -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_experts(
+        cls,
+        base: Any,
+        experts: Mapping[str, Any],
+        config: RetexConfig | None = None,
+        *,
+        solver: str = "closed_form",
+        training: TrainingConfig | None = None,
+        calibration: Mapping[str, Iterable[Any]] | None = None,
+        readout: Readout | None = None,
+        accelerator: Accelerator | None = None,
+        model_config: str | dict[str, Any] | None = None,
+        check_base: bool = True,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        expert_cache: str | int = "2GB",
+        token: str | None = None,
+        cache_dir: str | None = None,
+        execution: str = "auto",
+        output_dir: str | Path | None = None,
+        max_shard_size: str | int = "5GB",
+        resume: bool = True,
+        progress: bool = True,
+    ) -> RetexModel:
+        """Merge experts and solve for the recovery of each.
+
+        With `output_dir` the result goes straight into that folder, parameter by parameter: building takes memory for
+        the largest tensor of all experts, whatever the depth of the model. The folder is what `save_pretrained` would
+        write; it appears when it is complete. Killed and started again, the build continues where it was.
+
+        Args:
+            base: The pre-trained model the experts were fine-tuned from.
+            experts: `{task name: expert}`. Base and experts may each be a folder of transformers, OpenCLIP, timm or
+                diffusers, a Hub id (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight
+                file, a module (of any class) or a state dict. Tensors are read one at a time; files are memory-mapped.
+                An expert may also be a PEFT adapter on the base (its folder, its Hub id or a `PeftModel`), which is
+                merged tensor by tensor, a quantised checkpoint, or a GGUF file; see docs/experts.md.
+            config: Defaults to `RetexConfig()`.
+            solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
+            training: Settings of `"adam"`.
+            calibration: `{task: batches}` for merges that learn from data, batches as in [`fit_signatures`]. Labels
+                (`"labels"`, one answer per row) are needed where the merge chooses by accuracy (`"consensus"`), and not
+                looked at otherwise (`"adamerging"`). All experts are held in memory meanwhile. What was found is in
+                `retex_config.merge`.
+            readout: With `calibration`: how the experts answer. Default: `Classifier()`, the model's own `logits`.
+            accelerator: An `accelerate.Accelerator`: the work is shared among its processes, which must all make this
+                call. The exact result does not depend on their number.
+            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict. For
+                timm models that were made with arguments: `{"architecture": ..., "model_args": {...}}`.
+            check_base: Refuse experts that do not descend from the base.
+            device: Where to merge and solve, tensor by tensor, and where the model is in the end: `"cuda"`, `"cuda:1"`,
+                or `"auto"`, the machine's accelerator. Default: where the base or an expert given as a module is, else
+                the CPU. What needs float64 runs on the CPU where the device has none, which is said.
+            dtype: Hold and run the merged model in this dtype, such as `"bfloat16"`. What rounding loses the recovery
+                knows of. Default (and `"auto"`): as the first expert is stored.
+            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            token: Hub token.
+            cache_dir: Hub cache.
+            execution: How batches of several tasks run, see [`execution`].
+            output_dir: Build into this folder, and load the model from there. `solver="adam"` trains in memory and
+                saves at the end.
+            max_shard_size: With `output_dir`: size above which weights are stored in several files.
+            resume: With `output_dir`: continue an interrupted build of the same experts and configuration.
+            progress: Show a progress bar.
+        """
+        config = config or RetexConfig()
+        options = {
+            "solver": solver,
+            "training": training,
+            "calibration": calibration,
+            "readout": readout,
+            "accelerator": accelerator,
+            "model_config": model_config,
+            "check_base": check_base,
+            "device": device,
+            "dtype": dtype,
+            "token": token,
+            "cache_dir": cache_dir,
+            "progress": progress,
+        }
+        if output_dir is not None:
+            folder = {"max_shard_size": max_shard_size, "resume": resume}
+            built = build_folder(base, experts, config, output_dir, **folder, **options)
+            parts = reading.read(built, **maker_of(base, experts))
+        else:
+            parts = build(base, experts, config, **options)
+        device = device_of(base, *experts.values()) if device is None else parse_device(device)
+        with enough_memory("hold the model"):
+            return cls(parts, expert_cache=expert_cache, execution=execution).to(device)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        max_shard_size: str | int = "5GB",
+        is_main_process: bool = True,
+        safe_serialization: bool = True,
+        selected_adapters: Iterable[str] | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_options: Any,
+    ) -> None:
+        """Save to a folder that is also a plain checkpoint of the merged model.
+
+        Written beside the target and moved into place: a failure leaves the previous folder as it was. Files in the
+        folder that are not part of the artifact are kept. The model card is written, or brought up to date.
+
+        Args:
+            save_directory: The folder.
+            max_shard_size: Size above which weights are stored in several files.
+            is_main_process: Whether this process is the one that saves.
+            safe_serialization: As in PEFT. Weights are always safetensors, so False is refused.
+            selected_adapters: Save these tasks only. The model itself keeps all of them.
+            push_to_hub: Push the same to the Hub afterwards, see [`push_to_hub`].
+            repo_id: Where to; default: the folder's name.
+            push_options: Those of [`push_to_hub`].
+        """
+        if not safe_serialization:
+            raise ConfigError("Weights are always saved as safetensors: leave out safe_serialization=False.")
+        check_options("save_pretrained", push_options, _options_of(type(self).push_to_hub), SAVING)
+        if (push_options or repo_id is not None) and not push_to_hub:
+            name = "repo_id" if repo_id is not None else sorted(push_options)[0]
+            raise ConfigError(f"{name} is for push_to_hub=True.")
+        saved = self if selected_adapters is None else self._of_tasks(selected_adapters)
+        if is_main_process:
+            writing.write(saved.parts(), save_directory, max_shard_size)
+            if push_to_hub:
+                name = repo_id or as_path(save_directory).resolve().name
+                saved.push_to_hub(name, max_shard_size=max_shard_size, **push_options)
+
+    def _of_tasks(self, names: Iterable[str]) -> RetexModel:
+        """A model of some of the tasks."""
+        kept, parts = list(names), self.parts()
+        if isinstance(names, str) or not kept:
+            raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {self.tasks}.")
+        for name in kept:
+            task_index(name, parts.config.tasks)
+        for name in parts.config.tasks:
+            if name not in kept:
+                parts = delete_task(parts, name)
+        return type(self)(parts)
+
+    def save_description(self, save_directory: str | Path) -> None:
+        """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
+        measured figures and card. For after [`fit_signatures`] or an evaluation; weights are not written again, and
+        must not have changed since.
+
+        After files were changed on purpose, load with `verify=False` and call this: it records them as they are now."""
+        writing.rewrite_description(self.parts(), save_directory)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *further: Any,
+        adapter_name: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+        token: str | None = None,
+        local_files_only: bool = False,
+        subfolder: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
+        is_trainable: bool = False,
+        expert_cache: str | int = "2GB",
+        execution: str = "auto",
+        verify: bool = True,
+        check_finite: bool = False,
+        **model_options: Any,
+    ) -> RetexModel:
+        """Load a saved model from a folder or the Hub, in evaluation mode.
+
+        Names, shapes and dtypes of all tensors are compared with the configuration before any is used. Only safetensors
+        files and plain text are read; nothing in a folder can run code.
+
+        Args:
+            pretrained_model_name_or_path: A folder written by `save_pretrained`, or a Hub id.
+            further: Nothing: an artifact holds the merged model, and PEFT's `(base, folder)` is refused.
+            adapter_name: Pin this task, as [`set_adapter`] does.
+            revision: Branch, tag or commit on the Hub.
+            cache_dir: Hub cache.
+            token: Hub token.
+            local_files_only: Do not contact the Hub.
+            subfolder: Where in the folder or repository the artifact lies.
+            dtype: Cast the merged model (and the experts recovered from it) to this dtype, such as `torch.float16` or
+                `"float16"`; `"auto"` takes it as it is stored, which is also the default (OpenCLIP: float32).
+            torch_dtype: Another name of `dtype`.
+            device: Put all of the model on this device, such as `"cuda"`; `"auto"` is the machine's accelerator.
+                Default: the CPU. `model.to(device)` does the same, by way of the CPU's memory.
+            device_map: Or spread the merged model, as transformers does: `"auto"`, or a dict of module names and
+                devices. What recovers experts follows where it is needed.
+            is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
+                must be stored as float32.
+            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            execution: How batches of several tasks run, see [`execution`].
+            verify: Compare the content of every file that is read with the checksum recorded for it. This reads the
+                files once more; False leaves it out, for large artifacts on slow disks.
+            check_finite: Refuse weights that hold NaN or infinite numbers. This looks at every number.
+            model_options: Go to transformers' own `from_pretrained` for the merged model: `quantization_config`,
+                `attn_implementation`, `offload_folder` and the like. An artifact of modules of your own class needs
+                `make_model`, a function that makes one: `make_model=lambda: Net(width=64)`.
+        """
+        if further or isinstance(pretrained_model_name_or_path, nn.Module):
+            raise ConfigError(
+                "An artifact holds its own merged model: RetexModel.from_pretrained(folder), without one."
+            )
+        placement = parse_placement(device, device_map)
+        folder = hub.find_artifact(
+            pretrained_model_name_or_path,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            subfolder=subfolder,
+        )
+        dtype = parse_dtype(dtype, torch_dtype)
+        load_options = {"dtype": dtype, "device_map": placement}
+        load_options = model_options | {name: value for name, value in load_options.items() if value is not None}
+        with enough_memory("hold the model"):
+            parts = reading.read(folder, verify=verify, check_finite=check_finite, **load_options)
+        if is_trainable and parts.config.recovery_dtype != "float32":
+            raise ConfigError(
+                f"{folder}: a recovery stored as {parts.config.recovery_dtype} cannot be trained; "
+                'build it with recovery_dtype="float32".'
+            )
+        model = cls(parts, expert_cache=expert_cache, execution=execution)
+        model.recovery.requires_grad_(is_trainable)
+        model.set_adapter(adapter_name)
+        with enough_memory("hold the model"):
+            return model._followed()
+
+    def _followed(self) -> RetexModel:
+        """The same model, with its recovery where `device_map` has put the merged model, or most of what computes."""
+        devices = list(dict.fromkeys(parameter.device for parameter in self.model.parameters()))
+        computing = [device for device in devices if device not in (CPU, META)]
+        if len(devices) == 1 and computing:
+            return self.to(devices[0])
+        if computing:  # tensors that lie elsewhere are met there
+            self.recovery.to(computing[0])
+            if self.signatures is not None:
+                self.signatures = self.signatures.to(computing[0])
+        return self
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload ReTeX model",
+        max_shard_size: str | int = "5GB",
+    ) -> CommitInfo:
+        """Upload to the Hub what `save_pretrained` writes and the figures of the card, as one commit.
+
+        A card that the repository has already is brought up to date. Files of an earlier artifact that are not part of
+        this one are deleted; all other files of the repository stay.
+
+        Args:
+            repo_id: `name` or `owner/name`; created if need be.
+            private: Whether a repository that is created is private.
+            token: Hub token; default: the one of `hf auth login`.
+            revision: The branch, created if need be; default: main.
+            create_pr: Open a pull request instead of changing the main branch.
+            commit_message: First line of the commit.
+            max_shard_size: Size above which weights are stored in several files.
+
+        Returns:
+            The commit: `oid`, `commit_url`, and `pr_url` of a pull request.
+        """
+
+        def write(folder: Path, name: str) -> None:
+            writing.write(self.parts(), folder, max_shard_size, name=name, figures=True)
+
+        return hub.push(
+            write,
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
+
+    def create_or_update_model_card(self, save_directory: str | Path) -> None:
+        """Write the model card (`README.md`) of a saved model, with figures, or bring it up to date.
+
+        Sections and metadata that the library wrote are replaced; what a person wrote, changed or took out stays so.
+        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
+        already: drawing takes longer than saving.)
+        """
+        writing.rewrite_card(self.parts(), save_directory)
+
+    # ---- signatures --------------------------------------------------------------------------------------------------
+
+    def fit_signatures(
+        self, references: Mapping[str, Iterable[Any]] | Iterable[Any], *, progress: bool = True
+    ) -> dict[str, float]:
+        """Learn to tell tasks apart from a few unlabelled inputs of each.
+
+        With `RetexConfig(signatures="weights")` tasks are told apart without any; then this is optional, and takes a
+        pool of inputs of any tasks (batches, all of which are read), whose mean scores are subtracted from then on.
+
+        Args:
+            references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or
+                a bare tensor, the model's main input. The first `num_reference` rows of each task are used: draw them
+                at random, because data sorted by class would show one class only.
+            progress: Show a progress bar.
+
+        Returns:
+            Held-out identification accuracy on the references, per candidate layer; of a pool, nothing is known.
+        """
+        signed = self._frozen()
+        before = signed.parts()
+        accuracies = signed._fit_signatures(references, progress)
+        self._exchange(before, signed.parts())
+        return accuracies
+
+    def _fit_signatures(
+        self, references: Mapping[str, Iterable[Any]] | Iterable[Any], progress: bool
+    ) -> dict[str, float]:
+        if self.retex_config.signatures == "weights":
+            self._sign(WeightSignatures.fit(self._scorer, self._as_pool(references)))
+            return {}
+        for task in references:
+            task_index(task, self.tasks)
+        missing = [task for task in self.tasks if task not in references]
+        if missing:
+            raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
+        batches = {task: map(partial(as_inputs, self.model), as_batches(references[task])) for task in self.tasks}
+        seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
+        signatures, accuracies = fit_signatures(
+            self._extractor,
+            candidate_layers(self.model, self.retex_config),
+            {task: noted(batches[task], seen[task]) for task in self.tasks},
+            self.retex_config.num_reference,
+            self.retex_config.signature_rank,
+            progress,
+        )
+        self._sign(signatures)
+        if self.retex_config.shared_trunk:
+            self._share_trunk(seen, progress)
+        return accuracies
+
+    def _sign(self, signatures: Signatures | WeightSignatures) -> None:
+        # What was measured and written down was of other signatures.
+        signatures = signatures.to(self.recovery.task_embedding.device)
+        self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
+
+    def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
+        """Leave what runs up to the feature layer merged for every task, and say what that costs."""
+        extractor = self._extractor([self.signatures.feature_layer])
+        sample = references[self.tasks[0]][0]
+        names = trunk_parameters(extractor, sample, self.model)
+        full = self._runner(cache=ExpertCache(0))
+        self.recovery = self.recovery.without(names)
+        self.recovery_errors = {name: error for name, error in self.recovery_errors.items() if name in self.recovery}
+        trunk = {
+            "replayed": not keeps_cache(extractor, sample, self.model),
+            "cost": trunk_cost(full, self._runner(cache=ExpertCache(0)), references, extractor),
+        }
+        self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
+        if progress:
+            print(describe_trunk(trunk, self.signatures.feature_layer))
+
+    def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):
+            raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
+        return map(partial(as_inputs, self.model), as_batches(batches))
+
+    # ---- tasks -------------------------------------------------------------------------------------------------------
+
+    def add_task(
+        self,
+        name: str,
+        expert: Any,
+        *,
+        references: Iterable[Any] | None = None,
+        base: Any = None,
+        tolerance: float | None = None,
+        check_base: bool = True,
+        token: str | None = None,
+        cache_dir: str | None = None,
+        device: str | torch.device | None = None,
+        progress: bool = True,
+    ) -> AddedTask:
+        """Recover one more expert, without the others at hand; what the model does for other tasks stays the same.
+
+        The merged model is not changed. In every parameter the new expert's difference from it is solved for against
+        the shared factor that is there. Where that leaves a larger error than `tolerance`, the factor gets more rank,
+        as little as will do. If it fails, the model is as before; calls that are running are not disturbed.
+
+        Building from all experts again gives a smaller artifact, because the merge and the shared factors then know
+        of the new expert.
+
+        Args:
+            name: A new name.
+            expert: As in [`from_experts`].
+            references: Inputs of the new task, batches as in [`fit_signatures`]: needed where the model tells its
+                tasks apart by reference inputs. Where scores of `signatures="weights"` are centred on a pool: a pool.
+            base: The model that an expert given as adapter was trained on.
+            tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly, 1 never
+                adds rank. By default it is that of the other tasks in the same parameter (in parameters that the
+                others left as merged: the median over all matrices). A model of a `rank_budget` leaves such
+                parameters merged, unless a tolerance is given.
+            check_base: Refuse an expert that is not related to the merged model.
+            token: Hub token.
+            cache_dir: Hub cache.
+            device: Where to solve, as in [`from_experts`]. Default: where the model is.
+            progress: Show a progress bar.
+
+        Returns:
+            How well the new task is recovered, and what that cost. `recovery_errors` are upper bounds from now on.
+
+        Example:
+            >>> import torch
+            >>> from transformers import BertConfig, BertModel
+            >>> from retex_hf import RetexConfig, RetexModel
+            >>> config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+            >>> base, expert = BertModel(config), BertModel(config)
+            >>> expert.load_state_dict({k: v + 0.01 * torch.randn(v.shape) for k, v in base.state_dict().items()})
+            <All keys matched successfully>
+            >>> model = RetexModel.from_experts(base, {"a": base}, RetexConfig(rank="full"), progress=False)
+            >>> added = model.add_task("b", expert, progress=False)
+            >>> model.tasks
+            ['a', 'b']
+        """
+        parts = self.parts()
+        grown, added = add_task(
+            parts,
+            name,
+            expert,
+            references=references,
+            base=base,
+            tolerance=tolerance,
+            check_base=check_base,
+            token=token,
+            cache_dir=cache_dir,
+            device=device,
+            progress=progress,
+        )
+        self._exchange(parts, grown)
+        return added
+
+    def delete_task(self, name: str) -> None:
+        """Forget a task: its part of the recovery, its head and labels, its signature.
+
+        If it is pinned, calls are routed again. If it is the first task, the merged model alone has the head of the
+        next one from now on. Shared factors keep their rank: a build from the other experts would be smaller.
+        """
+        parts = self.parts()
+        self._exchange(parts, delete_task(parts, name))
+
+    def load_adapter(
+        self, model_id: Any, adapter_name: str, *, is_trainable: bool = False, **options: Any
+    ) -> AddedTask:
+        """PEFT's name for [`add_task`]: `model_id` is an expert, or an adapter of one; `options` are those of
+        `add_task`. The new task is not pinned. `is_trainable=True` is refused: tasks share what is trained."""
+        given = {**options, "is_trainable": True} if is_trainable else options
+        check_options("load_adapter", given, _options_of(self.add_task), LOADING)
+        return self.add_task(adapter_name, model_id, **options)
+
+    def delete_adapter(self, adapter_name: str | list[str]) -> None:
+        """PEFT's name for [`delete_task`]; of several tasks, all are deleted, or none."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        parts = before = self.parts()
+        for name in names:
+            parts = delete_task(parts, name)
+        if names:
+            self._exchange(before, parts)
+
+    # ---- one expert, apart -------------------------------------------------------------------------------------------
+
+    def recover(self, task: str) -> dict[str, Tensor]:
+        """The state dict of a recovered expert, under the wrapped model's names."""
+        return {name: tensor.clone() for name, tensor in self._expert(task).state_dict().items()}
+
+    def merge_and_unload(
+        self,
+        task: str | None = None,
+        *,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        """A recovered expert as a plain model of the wrapped class, independent of this one.
+
+        Args:
+            task: Whose; default: the one that is pinned.
+            progressbar: As in PEFT. An expert is recovered at once, so True is refused.
+            safe_merge: Refuse weights that are not finite.
+            adapter_names: PEFT's name for the same. Several are mixed in equal parts, as by [`set_adapter`].
+        """
+        if progressbar:
+            raise ConfigError("An expert is recovered at once, without steps to show: leave out progressbar=True.")
+        if task is not None and adapter_names is not None:
+            raise TaskError("task and adapter_names say the same: give one of them.")
+        active = as_active(task if adapter_names is None else adapter_names, self.tasks) or self._active
+        if active is None:
+            raise TaskError(f"merge_and_unload needs a task; the tasks are {self.tasks}.")
+        expert = deepcopy(self._expert(active))
+        if safe_merge:
+            for name, tensor in expert.state_dict().items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise RetexError(f"{name!r} of the expert {task or adapter_names} holds NaN or infinite numbers.")
+        return expert
+
+    def as_sentence_transformer(self, task: str | None = None) -> Any:
+        """A SentenceTransformer of a model that was built from SentenceTransformers (objects or folders): its `encode`
+        takes sentences, and gives each the embedding of its own expert.
+
+        Args:
+            task: Encode everything with this task's expert, on its own; default: this model runs, and every sentence
+                is routed (or goes to the task that is pinned by [`set_adapter`]).
+
+        Example:
+            >>> encoder = model.as_sentence_transformer()  # doctest: +SKIP
+            >>> encoder.encode(["a question about tax law", "a film review"]).shape  # doctest: +SKIP
+            (2, 384)
+        """
+        if self.side_folder is None:
+            raise ConfigError("The model came without a tokenizer: nothing makes batches of sentences.")
+        files = vetted_side_files(self.side_folder, reading.read_side_files(self.side_folder))
+        runs = self if task is None else self.merge_and_unload(task)
+        return sentence_modules.sentence_transformer(self.model, runs, files)
+
+    def unload(self) -> nn.Module:
+        """The merged model as a plain model, independent of this one."""
+        return deepcopy(self.model)
+
+    def export_lora(self, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
+        """Write a recovered expert as a PEFT LoRA adapter on the merged model, which any artifact folder is:
+        `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact), save_directory)`.
+
+        The folder appears complete or not at all. Adapters of all tasks can be loaded into one `PeftModel`.
+
+        Args:
+            task: A task's name.
+            save_directory: A new folder, or that of an earlier adapter.
+            scope: What to carry. `"all"`: all that peft has means for; the adapter gives the expert's outputs, but of
+                norms and the like, which are stored whole, peft runs one adapter at a time. `"batch"`: what peft can
+                also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters stay merged.
+                `"linear"`: the weights of linear layers alone, at one rank, as inference servers ask for.
+
+        Returns:
+            What went which way, and what was left out; it prints well.
+        """
+        return export_lora(self.parts(), task, save_directory, scope=scope)
+
+    def _expert(self, task: str | Mixture) -> nn.Module:
+        """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
+        runner = self._frozen()._runner()
+        cache = ExpertCache(0) if runner.trunk else runner.cache
+        runner = dataclasses.replace(runner, trunk=[], cache=cache)
+        if isinstance(task, Mixture):
+            first = task_index(task.names[0], runner.tasks)
+            return runner.expert(Group(first, torch.arange(0), task.weights(runner.tasks)))
+        return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
+
+    # ---- trainable parameters ----------------------------------------------------------------------------------------
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trainable and of all parameters."""
+        counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(n for n, trainable in counts if trainable), sum(n for n, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trainable, as PEFT does."""
+        trainable, total = self.get_nb_trainable_parameters()
+        print(
+            f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
+        )
+
+
+def _options_of(function: Callable[..., Any]) -> list[str]:
+    """The names of the options of a method, which are those that have no place."""
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _register_pipelines() -> None:
+    """Once there is a model, `transformers.pipeline` takes it."""
+    from .pipelines import register_pipelines  # which knows this class
+
+    register_pipelines()

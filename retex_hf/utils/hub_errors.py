@@ -1,0 +1,110 @@
+"""What the Hub's refusals mean, in one sentence for the person at the keyboard, and never with a token in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..errors import HubError, first_line
+
+LOG_IN = "log in with `hf auth login`, or pass token="
+# A user's name and password within an address.
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+# HTTPError is the transport's own: no connection, a timeout, a header that cannot be sent.
+HUB_ERRORS = (HTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled)
+
+
+@contextmanager
+def hub_errors(doing: str, repo_id: str, token: str | bool | None = None) -> Iterator[None]:
+    """Within this context the Hub's errors become a `HubError` that starts with what was being done."""
+    check_token(token)
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise HubError(f"Cannot {without_secrets(doing, token)}: {explain(error, repo_id, token)}") from None
+
+
+def check_token(token: str | bool | None) -> None:
+    """Refuse a token that no header can carry. The transport would quote it, in its log too."""
+    if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):
+        raise HubError("The token holds blanks, line breaks or other characters that cannot be sent: give it without.")
+
+
+def explain(error: Exception, repo_id: str, token: str | bool | None = None) -> str:
+    """Why the Hub, or the way to it, said no."""
+    return without_secrets(_reason(error, repo_id).rstrip(".") + ".", token)
+
+
+def without_secrets(text: str, token: str | bool | None = None) -> str:
+    """A text without this token, without that of the person at the keyboard, and without passwords in addresses.
+
+    >>> from retex_hf.utils.hub_errors import without_secrets
+    >>> without_secrets("no answer of https://me:word@hub.example to hf_writes", "hf_writes")
+    'no answer of https://***@hub.example to ***'
+    """
+    # A token that cannot be sent as a header is quoted whole by the transport, which may show its line break as "\n".
+    for secret in (token, _own_token()):
+        if isinstance(secret, str) and secret.strip():
+            text = text.replace(secret.strip(), "***")
+    return CREDENTIALS.sub("***@", text)
+
+
+def _own_token() -> str | None:
+    try:
+        return get_token()
+    except OSError:  # what may not be read is in no message
+        return None
+
+
+def _reason(error: Exception, repo_id: str) -> str:
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, HFValidationError):
+        return f'{repo_id!r} is not a repository id, which is "name" or "owner/name"'
+    if isinstance(error, OfflineModeIsEnabled):
+        return "offline mode is on (HF_HUB_OFFLINE)"
+    if isinstance(error, LocalTokenNotFoundError):
+        return f"there is no token: {LOG_IN}"
+    if isinstance(error, LocalEntryNotFoundError):
+        cause = error.__cause__
+        if isinstance(cause, HTTPError) and not isinstance(cause, HfHubHTTPError):
+            return _unreachable(cause)
+        if isinstance(cause, HfHubHTTPError):
+            return _reason(cause, repo_id)
+        part = "only a part of it" if isinstance(error, IncompleteSnapshotError) else "nothing of it"
+        return f"the Hub is not asked (offline mode, or local_files_only=True) and {part} is in the local cache"
+    if isinstance(error, GatedRepoError):
+        return f"access to {repo_id} ({status}) must be asked for on its page first"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"there is no repository {repo_id} that you may see ({status}): check its name; if it is private, {LOG_IN}"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo_id} has no such revision ({status})"
+    if status == 401:
+        return f"the Hub does not know the token, or needs one (401): {LOG_IN}"
+    if status == 403:
+        return f"the token has no permission for that at {repo_id} (403)"
+    if status == 412:
+        return f"{repo_id} was changed by someone else meanwhile (412): push again"
+    if status is not None:
+        return f"the Hub answers {status}: {error.server_message or first_line(error)}"
+    return _unreachable(error)
+
+
+def _unreachable(error: Exception) -> str:
+    return f"the Hub at {constants.ENDPOINT} cannot be reached: {first_line(error)}"

@@ -1,0 +1,182 @@
+"""Images of strangers, read within limits of bytes, pixels, memory and time."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from shutil import copyfileobj
+from threading import Event, Lock, Timer
+from typing import BinaryIO
+
+from PIL import Image
+
+from ..errors import InputError
+from . import image_decoder
+from .image_decoder import ANSWER, DECODED, FORMATS, REQUEST, TOO_LARGE
+
+# Larger than what cameras take and scanners scan for a model; decoding takes about a gigabyte.
+MOST_PIXELS = 100_000_000
+MOST_BYTES = 500_000_000
+SECONDS = 60.0
+
+
+class TooManyPixels(InputError):
+    """An image has more pixels than are read."""
+
+
+class Unreadable(InputError):
+    """A file is no image, or a damaged one."""
+
+
+class TooSlow(Unreadable):
+    """An image takes longer to decode than it may."""
+
+
+def read_image(
+    source: str | Path | bytes, name: str, *, most_pixels: int = MOST_PIXELS, seconds: float | None = None
+) -> Image.Image:
+    """Return an image, upright, as grey values (`L`) or `RGB`.
+
+    Args:
+        source: A file, or what one holds.
+        name: What the image is called in a refusal.
+        most_pixels: Refuse an image of more pixels, by its header, before anything is decoded.
+        seconds: Refuse an image that takes longer; default: `SECONDS`.
+    """
+    seconds = SECONDS if seconds is None else seconds
+    if isinstance(source, bytes):
+        return _read(BytesIO(source), len(source), name, most_pixels, seconds)
+    try:
+        state = os.stat(source)
+        if not stat.S_ISREG(state.st_mode):  # a pipe would never end
+            raise InputError(f"{name} is not a file.")
+        with open(source, "rb") as file:
+            return _read(file, state.st_size, name, most_pixels, seconds)
+    except FileNotFoundError:
+        raise InputError(f"{name} does not exist.") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        if isinstance(error, InputError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{name} is not an image that can be read: {reason}.") from None
+
+
+def _read(file: BinaryIO, size: int, name: str, most_pixels: int, seconds: float) -> Image.Image:
+    if size > MOST_BYTES:
+        raise InputError(f"{name} has {size} bytes; images of at most {MOST_BYTES} are read.")
+    try:
+        answered = _DECODER.ask(file, size, most_pixels, seconds)
+    except TimeoutError:
+        raise TooSlow(
+            f"{name} takes longer to decode than {seconds:.0f} seconds, which is what an image may."
+        ) from None
+    if answered is None:
+        raise Unreadable(f"{name} is not an image that can be read: it is none of {', '.join(FORMATS)}, or damaged.")
+    if isinstance(answered, tuple):
+        width, height = answered
+        raise TooManyPixels(f"{name} has {width} x {height} pixels; at most {most_pixels} are read.")
+    return answered
+
+
+class _Decoder:
+    """The process that decodes, started when it is needed, and again after it ended."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen | None = None
+
+    def forget(self) -> None:
+        """Leave the process to the parent of this one, after a fork."""
+        self.__init__()
+
+    def stop(self) -> None:
+        """End the process, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):  # what was still to be written to a process that is gone
+                    pipe.close()
+        self._process = None
+
+    def ask(self, file: BinaryIO, size: int, most_pixels: int, seconds: float) -> Image.Image | tuple[int, int] | None:
+        """Return an image; or its size, where that is too large; or None where it cannot be read.
+
+        A process that takes longer than `seconds` is ended: a TimeoutError.
+        """
+        with self._lock:
+            process, late = self._running(), Event()
+
+            def end() -> None:
+                late.set()
+                process.kill()
+
+            watch = Timer(seconds, end)
+            watch.daemon = True
+            watch.start()
+            try:
+                process.stdin.write(REQUEST.pack(most_pixels, size))
+                copyfileobj(_Exactly(file, size), process.stdin, 1 << 20)
+                process.stdin.flush()
+                status, width, height, bands = ANSWER.unpack(_take(process.stdout, ANSWER.size))
+                if status == TOO_LARGE:
+                    return width, height
+                if status != DECODED or width * height > most_pixels or bands not in (1, 3):
+                    return None
+                pixels = _take(process.stdout, width * height * bands)
+                return Image.frombuffer("L" if bands == 1 else "RGB", (width, height), pixels)
+            except (OSError, EOFError):  # the process ended: a decoder crashed, or took too long
+                self.stop()
+                if late.is_set():
+                    raise TimeoutError from None
+                return None
+            finally:
+                watch.cancel()
+                watch.join()  # it may be about to end the process
+                if late.is_set():
+                    self.stop()
+
+    def _running(self) -> subprocess.Popen:
+        if self._process is None or self._process.poll() is not None:
+            # -P: the folder of the script, with names like those of the standard library, is not searched for modules.
+            command = [sys.executable, "-P", image_decoder.__file__]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen(command, **pipes)
+        return self._process
+
+
+class _Exactly:
+    """A file of which as many bytes are read as were announced; refused where it holds fewer by now."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._left = file, size
+
+    def read(self, count: int) -> bytes:
+        data = self._file.read(min(count, self._left))
+        if not data and self._left:
+            raise EOFError
+        self._left -= len(data)
+        return data
+
+
+def _take(stream: BinaryIO, count: int) -> bytearray:
+    data = bytearray(count)
+    view, place = memoryview(data), 0
+    while place < count:
+        got = stream.readinto(view[place:])
+        if not got:
+            raise EOFError
+        place += got
+    return data
+
+
+_DECODER = _Decoder()
+atexit.register(_DECODER.stop)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_DECODER.forget)

@@ -1,0 +1,16 @@
+"""Change the tensors behind the parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+def resize_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give parameters and buffers other shapes, in place; their values are lost, tied names follow."""
+    current = model.state_dict(keep_vars=True)
+    for name, shape in shapes.items():
+        tensor = current[name]
+        tensor.data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,1 @@
+"""What a command does, apart from its arguments and its output."""

@@ -1,0 +1,73 @@
+"""How few directions hold what is recovered: the paper's rho_q, of the offsets that an artifact stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..recovery import OffsetGenerator, RecoveryModule
+from ..recovery.layout import GENERATED_FIRST, MATRIX
+from .analysis import average_ratios
+
+# Evenly spaced over the model: more layers change the mean little, and take longer.
+MOST_LAYERS = 16
+
+
+@torch.no_grad()
+def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str, Tensor]:
+    """rho_q of each task's recovered differences, averaged over square matrices; empty where there are none.
+
+    The experts are not needed, and so what recovery misses of them is not in it.
+
+    >>> import torch
+    >>> from retex_hf.workflows.energy import recovered_energy
+    >>> from retex_hf.recovery import RecoveryModule, plan_layout, solve
+    >>> differences = [torch.diag(torch.tensor([2.0, 1.0, 0.0])), torch.zeros(3, 3)]
+    >>> solution = solve(differences, plan_layout((3, 3), rank="full", num_tasks=2))
+    >>> recovery = RecoveryModule.from_solutions({"weight": solution}, num_tasks=2)
+    >>> {task: ratios.tolist() for task, ratios in recovered_energy(recovery, ["a", "b"]).items()}
+    {'a': [0.8, 1.0, 1.0]}
+    """
+    square = [name for name in recovery if _is_square(recovery[name].layout.shape)]
+    ratios: dict[str, list[Tensor]] = {task: [] for task in tasks}
+    for name in _spaced(square, MOST_LAYERS):
+        for task, one_hot in zip(tasks, torch.eye(len(tasks), device=recovery.task_embedding.device), strict=True):
+            energy = _direction_energies(recovery[name], recovery.embed(one_hot))
+            if energy.sum() > 0:
+                ratios[task].append(energy.cumsum(0) / energy.sum())
+    return {task: average_ratios(found) for task, found in ratios.items() if found}
+
+
+def _direction_energies(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
+    """Squared singular values of one offset, in descending order."""
+    layout = generator.layout
+    if layout.kind != MATRIX:
+        return _squared_singular_values(generator(embedding))
+    varying, shared = generator.generated(embedding)[0], generator.factor("shared")[0]
+    inner = generator.factor("inner")
+    # As if the shared factor came last: transposing a product does not change its singular values.
+    if layout.order != GENERATED_FIRST:
+        varying, shared = varying.T, shared.T
+        inner = None if inner is None else inner.mT
+    if inner is not None:
+        varying = varying @ inner[0]
+    # G S = G R^T Q^T with orthonormal Q: an (a, r) matrix has the singular values of the (a, b) one.
+    return _squared_singular_values(varying @ torch.linalg.qr(shared.T).R.T)
+
+
+def _squared_singular_values(matrix: Tensor) -> Tensor:
+    matrix = matrix.double().cpu()
+    gram = matrix.T @ matrix if matrix.shape[1] <= matrix.shape[0] else matrix @ matrix.T
+    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)
+
+
+def _is_square(shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and shape[0] == shape[1] > 1
+
+
+def _spaced(names: Sequence[str], most: int) -> list[str]:
+    if len(names) <= most:
+        return list(names)
+    return [names[round(place * (len(names) - 1) / (most - 1))] for place in range(most)]

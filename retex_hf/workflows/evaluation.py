@@ -1,0 +1,104 @@
+"""A finished model on test data: its own figures, those of its merged model, and those of its experts if at hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..baselines.retex import Retex
+from ..baselines.static import Individual
+from ..data.task_data import TaskData
+from ..errors import EvaluationError
+from ..evaluation.method import Material, Method, Prediction
+from ..evaluation.report import Report
+from ..evaluation.run import evaluate
+from .predictor import FEATURES, Predictor
+
+
+class MergedModel(Method):
+    """The merged model of a finished [`RetexModel`], under the heads of the tasks that it is told.
+
+    Args:
+        predictor: The model, and how it answers.
+    """
+
+    name, modes = "merged", ("known",)
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.model, self.readout = predictor.model, predictor.readout
+
+    def fit(self, material: Material) -> None:
+        """Nothing: it is finished."""
+
+    @torch.no_grad()
+    def predict(
+        self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
+    ) -> Prediction:
+        options = {"task": list(tasks)} if self.readout.chooses_head else {}
+        with self.model.disable_adapter():
+            output = self.readout.call(self.model, inputs, **options)
+        return Prediction(self.readout.answers(output, list(tasks)), list(tasks))
+
+    def storage_bytes(self) -> int:
+        return Retex(model=self.model).body_bytes()
+
+
+def evaluate_model(
+    predictor: Predictor,
+    tests: Sequence[TaskData],
+    *,
+    experts: Mapping[str, Any] | None = None,
+    base: Any = None,
+    seed: int = 0,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> Report:
+    """Run a finished model over one shuffled stream of all tests.
+
+    Args:
+        predictor: The model, and how it answers.
+        tests: Labelled data of all its tasks.
+        experts: The experts it was made of, to be run beside it; with them figures are also relative to theirs. They
+            are held in the host's memory, and run on the CPU.
+        base: Their base.
+        seed: Of the order of the stream.
+        batch_size: Rows per call.
+        progress: Show progress bars.
+    """
+    if predictor.kind == FEATURES:
+        raise EvaluationError("The model gives features only: nothing of it can be right or wrong.")
+    missing = [task for task in predictor.model.tasks if task not in {test.name for test in tests}]
+    if missing:
+        raise EvaluationError(f"There is no test data for task {missing[0]!r}.")
+    material = Material(base, dict(experts or {}), {}, {}, predictor.batch, predictor.readout)
+    methods: list[Method] = [MergedModel(predictor), Retex(model=predictor.model)]
+    if experts:
+        methods.insert(0, Individual())
+    options = {"seed": seed, "batch_size": batch_size, "progress": progress}
+    evaluations = []
+    for method in methods:
+        method.fit(material)
+        modes = _modes(method, predictor)
+        batch = predictor.preprocessor if isinstance(method, Individual) else predictor.batch
+        evaluations.append(evaluate(method, tests, batch, modes=modes, **options))
+    body = None if experts else methods[0].storage_bytes()
+    return Report(evaluations, individual="individual" if experts else None, body_bytes=body)
+
+
+def _modes(method: Method, predictor: Predictor) -> Sequence[str]:
+    """Without signatures nothing can be asked about an unknown task."""
+    model = predictor.model
+    routed = model.signatures is not None or model.retex_config.signatures == "weights"
+    return ("known", "unknown", "oracle") if routed or not method.routes else ("known",)
+
+
+def sample_rows(data: TaskData, count: int, seed: int = 0) -> TaskData:
+    """At most so many rows of a task, drawn at random."""
+    if count < 1:
+        raise EvaluationError(f"The number of rows to draw must be positive, not {count}.")
+    chosen = sorted(random.Random(seed).sample(range(len(data)), min(count, len(data))))
+    return TaskData(data.name, [data.inputs[i] for i in chosen], [data.answers[i] for i in chosen], data.label_names)

@@ -1,0 +1,167 @@
+"""From a recipe to a model: build, sign, and repeat what was changed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..artifact import reading, writing
+from ..artifact.recipe import Recipe, same_threads, signed_task_in_memory
+from ..artifact.state import RetexParts
+from ..build.build import build_folder
+from ..build.plan import prepare
+from ..checkpoints import open_source
+from ..checkpoints.tokenizer_files import find_side_folder
+from ..config import RetexConfig
+from ..errors import ConfigError
+from ..model.retex_model import RetexModel
+from ..recovery import TrainingConfig
+from ..utils.atomic_folder import check_target
+from ..utils.devices import parse_device
+from .signing import References, sign
+
+
+def make(
+    recipe: Recipe,
+    *,
+    accelerator: Accelerator | None = None,
+    token: str | None = None,
+    cache_dir: str | None = None,
+    progress: bool = True,
+) -> RetexModel:
+    """Make the model that a recipe describes; with `recipe.output_dir` it is built into that folder.
+
+    The folder is replaced once, when all that the recipe says is done: built, signed and changed. Only the main process
+    of an accelerator signs and changes the model: a recipe's solving is shared, the rest is not.
+    """
+    recipe.check()
+    config = RetexConfig(**recipe.config)
+    training = _training(recipe)
+    references = references_of(recipe.to_dict())
+    # Before anything is built: what is wrong should not be found at the end, when a folder has been written.
+    inputs = references.load()
+    options = {"token": token, "cache_dir": cache_dir}
+    _check_signing(recipe, config, references, inputs, **options)
+    _check_changes(recipe, **options)
+    build_options = {
+        "solver": recipe.solver,
+        "training": training,
+        "model_config": recipe.model_config,
+        "check_base": recipe.check_base,
+        "dtype": recipe.dtype,
+        "device": recipe.device,
+        "accelerator": accelerator,
+        "progress": progress,
+        **options,
+    }
+    complete = partial(_complete, recipe, references, inputs, progress=progress, **options)
+    device = None if recipe.device is None else parse_device(recipe.device)
+    with same_threads(recipe.to_dict()):
+        if not recipe.output_dir:
+            model = RetexModel.from_experts(recipe.base, recipe.experts, config, **build_options)
+            if accelerator is None or accelerator.is_main_process:
+                complete(model)
+            return model
+
+        def publish(parts: RetexParts, folder: Path | None) -> None:
+            model = RetexModel(parts)
+            complete(model if device is None else model.to(device))
+            if folder is None or recipe.changes or config.shared_trunk:  # the weights are others, or on no disk yet
+                model.save_pretrained(recipe.output_dir)
+            else:
+                writing.carry_over(model.parts(), folder, check_target(recipe.output_dir))
+
+        more = inputs or recipe.changes or recipe.solver == "adam"
+        build_options["publish"] = publish if more else None
+        folder = build_folder(recipe.base, recipe.experts, config, recipe.output_dir, **build_options)
+        model = RetexModel(reading.read(folder))
+        return model if device is None else model.to(device)
+
+
+def _complete(
+    recipe: Recipe,
+    references: References,
+    inputs: dict[str, Sequence[Any]],
+    model: RetexModel,
+    *,
+    progress: bool,
+    **options: Any,
+) -> None:
+    """Do to a model that was just built what else its recipe says."""
+    if recipe.solver == "adam" and model.recipe is not None:
+        kept = ("mixed_precision", "gradient_accumulation_steps")
+        model.recipe |= {name: value for name, value in recipe.stored().items() if name in kept}
+    if inputs:
+        sign(model, references, inputs=inputs, progress=progress)
+    for change in recipe.changes:
+        apply_change(model, change, progress=progress, **options)
+
+
+def _check_signing(
+    recipe: Recipe, config: RetexConfig, references: References, inputs: dict[str, Sequence[Any]], **options: Any
+) -> None:
+    """Refuse inputs that the tokenizer or processor of the model to be does not take."""
+    if inputs:
+        given = {"model_config": recipe.model_config, "check_base": False, **options}
+        blueprint = prepare(recipe.base, recipe.experts, config, on_meta=True, **given)
+        side_folder = find_side_folder((blueprint.base, *blueprint.sources.values()))
+        references.draw(inputs, 1, references.preprocessor(side_folder, blueprint.model))
+
+
+def _check_changes(recipe: Recipe, **options: Any) -> None:
+    """Refuse changes whose experts or data are not where the recipe says."""
+    for change in recipe.changes:
+        references_of(change.get("sign", change)).load()
+        if "add" in change:
+            open_source(change["expert"], f"expert {change['add']!r}", adapters=True, **options)
+
+
+def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Any) -> None:
+    """Do to a model what one entry of a recipe's `changes` says."""
+    change = dict(change)
+    if "remove" in change:
+        model.delete_task(change["remove"])
+    elif "sign" in change:
+        sign(model, References(**change["sign"]), progress=progress)
+    else:
+        own = {key: change[key] for key in ("base", "tolerance", "check_base") if key in change}
+        add_task(model, change["add"], change["expert"], references_of(change), progress=progress, **own, **options)
+
+
+def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
+    """`RetexModel.add_task` with reference inputs from data; the recipe notes where they came from."""
+    batches = references.batches(model)[name] if references.data else None
+    with same_threads(model.recipe):
+        added = model.add_task(name, expert, references=batches, **options)
+    if model.recipe is not None and batches is not None:
+        model.recipe["changes"][-1] |= references.to_dict()
+        unrecorded = [what for what in model.recipe.pop("unrecorded", []) if what != signed_task_in_memory(name)]
+        model.recipe |= {"unrecorded": unrecorded} if unrecorded else {}
+    return added
+
+
+def references_of(values: dict[str, Any]) -> References:
+    """The part of a recipe, or of a change, that says where reference inputs come from."""
+    return References(**{key: value for key, value in values.items() if key in References.__dataclass_fields__})
+
+
+def differences(recipe: Recipe) -> list[str]:
+    """Why a build from a recipe may not give the same bits as the artifact that it came with."""
+    found = [f"the artifact went on to {what}, which no recipe can repeat" for what in recipe.unrecorded]
+    for package, made_with in recipe.made_with.items():
+        if version(package) != made_with:
+            found.append(f"it was made with {package} {made_with}, and here is {version(package)}")
+    return found
+
+
+def _training(recipe: Recipe) -> TrainingConfig | None:
+    if recipe.solver == "adam":
+        return TrainingConfig(**recipe.training)
+    if recipe.training:
+        raise ConfigError('training is for solver "adam"; the closed form has nothing to train.')
+    return None

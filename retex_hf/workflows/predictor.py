@@ -1,0 +1,267 @@
+"""Raw inputs in, answers out: what the command line and the page to try a model show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifact.preprocess import Preprocessor, load_preprocessor
+from ..artifact.recipe import last_references
+from ..backends import hf_transformers, library_of, openclip
+from ..data.labels import best_label
+from ..data.readout import Classifier, Generator, Readout, ZeroShot
+from ..errors import ConfigError, InputError
+from ..model.retex_model import RetexModel
+from ..routing import Routing
+from ..utils.devices import as_model_takes
+
+CLASSIFIER, GENERATOR, ZERO_SHOT, FEATURES = "classifier", "generator", "zero-shot", "features"
+PROMPT = "a photo of a {}."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one input.
+
+    `answer` is a label or a generated text (None for models that give features only), `score` the label's probability.
+    `residuals` and `probabilities` say how near each task is, where the task was identified from the input; `far` says
+    whether that is far from every task, where the routing asks for it.
+    """
+
+    task: str
+    answer: str | None
+    score: float | None
+    residuals: dict[str, float] | None
+    probabilities: dict[str, float] | None
+    far: bool | None = None
+
+
+class Predictor:
+    """Answers raw texts or images with a [`RetexModel`].
+
+    Args:
+        model: The model.
+        preprocessor: Makes batches of the inputs.
+        classes: For dual encoders of images and texts: the names of the classes of each task.
+        prompt: What a class name is put into, for those.
+        batch_size: Inputs per call of the model.
+        own: Preprocessors of tasks that have tokens of their own; default: as their tokenizers lie beside the model.
+            Tasks are identified from what `preprocessor` makes of an input.
+        generate: Options of `generate`, for models that answer in words.
+
+    Example:
+        >>> from retex_hf.workflows.predictor import Predictor
+        >>> predictor = Predictor.from_pretrained("retex-quickstart/retex")  # doctest: +SKIP
+        >>> predictor.predict(["add this song to my playlist"])[0].task  # doctest: +SKIP
+        'snips'
+    """
+
+    def __init__(
+        self,
+        model: RetexModel,
+        preprocessor: Preprocessor,
+        *,
+        classes: Mapping[str, Sequence[str]] | None = None,
+        prompt: str = PROMPT,
+        batch_size: int = 64,
+        own: Mapping[str, Preprocessor] | None = None,
+        **generate: Any,
+    ) -> None:
+        self.model, self.preprocessor, self.batch_size = model, preprocessor, batch_size
+        self.own = own_preprocessors(model) if own is None else dict(own)
+        self.classes = None if classes is None else {task: list(names) for task, names in classes.items()}
+        self.kind = answer_kind(model, classes is not None)
+        if classes is not None and self.kind != ZERO_SHOT:
+            raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
+        self.readout = self._readout(prompt, generate)
+        # What tokens mean is for the tokenizer to say that made them.
+        self._own_readouts = {
+            task: Generator(found.tokenizer, **generate) if self.kind == GENERATOR else self.readout
+            for task, found in self.own.items()
+        }
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        max_length: int | None = None,
+        model_options: dict[str, Any] | None = None,
+        **options,
+    ) -> Predictor:
+        """A predictor over an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
+        model = RetexModel.from_pretrained(folder, **(model_options or {}))
+        own = own_preprocessors(model, max_length)
+        return cls(model, preprocessor_of(model, max_length), own=own, **options)
+
+    def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
+        if self.kind == GENERATOR:
+            if generate.get("max_new_tokens", 1) < 1:
+                raise InputError(f"max_new_tokens must be a positive number, not {generate['max_new_tokens']}.")
+            return Generator(self.preprocessor.tokenizer, **generate)
+        if generate:
+            raise InputError(f"{sorted(generate)[0]!r} is for models that generate text, which this one does not.")
+        if self.kind == ZERO_SHOT:
+            return self._zero_shot(prompt)
+        return Classifier() if self.kind == CLASSIFIER else None
+
+    @torch.no_grad()
+    def _zero_shot(self, prompt: str) -> ZeroShot:
+        missing = [task for task in self.model.tasks if not self.classes.get(task)]
+        if missing:
+            raise InputError(f"The classes of task {missing[0]!r} are not named.")
+        method = "encode_text" if library_of(self.model.model) is openclip else "get_text_features"
+        heads = {}
+        for task in self.model.tasks:
+            batch = self.preprocessor.encode_texts([prompt.format(name) for name in self.classes[task]])
+            heads[task] = _as_tensor(getattr(self.model, method)(**self._moved(batch)))
+        return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
+
+    def predict(self, inputs: Sequence[Any], task: str | Sequence[str] | None = None) -> list[Answer]:
+        """The answer to every input; without `task`, each input's task is identified from the input itself."""
+        return self._run(inputs, task, merged=False)
+
+    def merged(self, inputs: Sequence[Any], tasks: str | Sequence[str]) -> list[Answer]:
+        """What the plain merged model answers, under the heads of the given tasks."""
+        return self._run(inputs, tasks, merged=True)
+
+    @torch.no_grad()
+    def _run(self, inputs: Sequence[Any], task: str | Sequence[str] | None, merged: bool) -> list[Answer]:
+        inputs = list(inputs)
+        tasks = [task] * len(inputs) if task is None or isinstance(task, str) else list(task)
+        if len(tasks) != len(inputs):
+            raise InputError(f"{len(tasks)} tasks are named for {len(inputs)} inputs.")
+        answers: list[Answer] = []
+        for start in range(0, len(inputs), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            named = None if task is None else tasks[rows]
+            answers += self._answer_inputs(inputs[rows], named, merged)
+        return answers
+
+    def _answer_inputs(self, inputs: list[Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
+        """Answer the inputs of one batch; a task that has a tokenizer of its own gets what that makes of its inputs."""
+        if not self.own or self.readout is None:
+            return self._answer_batch(self.batch(inputs), tasks, merged, self.readout)
+        routing = None
+        if tasks is None:
+            pinned = self.model.active_adapter
+            if pinned is None:
+                routing = self.model.identify(**self.batch(inputs))
+            if isinstance(pinned, list) or (routing is not None and routing.weights is not None):
+                # A mixture of tasks has no tokens of a single one.
+                return self._answer_batch(self.batch(inputs), None, merged, self.readout)
+            tasks = [pinned] * len(inputs) if routing is None else routing.tasks
+        answers: list[Answer | None] = [None] * len(inputs)
+        for owner in dict.fromkeys(task if task in self.own else None for task in tasks):
+            rows = [row for row, task in enumerate(tasks) if (task if task in self.own else None) == owner]
+            made = self.own.get(owner, self.preprocessor)([inputs[row] for row in rows])
+            readout = self._own_readouts.get(owner, self.readout)
+            found = self._answer_batch(self._moved(made), [tasks[row] for row in rows], merged, readout)
+            for row, answer in zip(rows, found, strict=True):
+                answers[row] = answer
+        if routing is None:
+            return answers
+        read = [(answer.answer, answer.score) for answer in answers]
+        return self._answers(tasks, read, routing)
+
+    def _answer_batch(
+        self, batch: dict[str, Any], tasks: list[str] | None, merged: bool, readout: Readout | None
+    ) -> list[Answer]:
+        model = self.model
+        if readout is None:
+            routing = model.identify(**batch) if tasks is None else None
+            chosen = routing.tasks if routing is not None else tasks
+            return self._answers(chosen, [(None, None)] * len(chosen), routing)
+        if merged:
+            with model.disable_adapter():
+                named = {} if self.kind == GENERATOR and not self.own else {"task": tasks}
+                output = readout.call(model, batch, **named)
+            return self._answers(tasks, self._read(output, tasks, readout), None)
+        output = readout.call(model, batch, task=tasks)
+        chosen = output.routing.tasks
+        return self._answers(chosen, self._read(output, chosen, readout), output.routing if tasks is None else None)
+
+    def _read(self, output: Any, tasks: Sequence[str], readout: Readout) -> list[tuple[str | None, float | None]]:
+        """Label or text of every row, and its score."""
+        if self.kind == CLASSIFIER:
+            labels = self.model.retex_config.labels
+            return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
+        answers = readout.answers(output, tasks)
+        if self.kind == GENERATOR:
+            return [(answer, None) for answer in answers]
+        return [(self.classes[task][answer], None) for answer, task in zip(answers, tasks, strict=True)]
+
+    def _answers(
+        self, tasks: Sequence[str], read: Sequence[tuple[str | None, float | None]], routing: Routing | None
+    ) -> list[Answer]:
+        near = [(None, None)] * len(tasks)
+        far = [None] * len(tasks)
+        if routing is not None and routing.residuals is not None:  # not where a task is pinned
+            near = [
+                tuple(dict(zip(self.model.tasks, row.tolist(), strict=True)) for row in rows)
+                for rows in zip(routing.residuals, routing.probabilities, strict=True)
+            ]
+        if routing is not None and routing.abstained is not None:
+            far = routing.abstained.tolist()
+        rows = zip(tasks, read, near, far, strict=True)
+        return [Answer(task, answer, score, *distances, far) for task, (answer, score), distances, far in rows]
+
+    def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """A batch of raw inputs, where the model is."""
+        return self._moved(self.preprocessor(inputs))
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return as_model_takes(batch, self.model.model)
+
+
+class _ImageReadout(ZeroShot):
+    """Zero-shot classification that runs the image side only, by the method that a library has for it."""
+
+    def __init__(self, heads: Mapping[str, Tensor], method: str) -> None:
+        super().__init__(heads, _as_tensor)
+        self.method = method
+
+    def call(self, model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
+        return getattr(model, self.method)(**inputs, **options)
+
+
+def _as_tensor(features: Any) -> Tensor:
+    """transformers 5 gives features as the pooled output of a tower, OpenCLIP as a tensor."""
+    return features if isinstance(features, Tensor) else features.pooler_output
+
+
+def own_preprocessors(model: RetexModel, max_length: int | None = None) -> dict[str, Preprocessor]:
+    """The preprocessors of tasks that have a tokenizer of their own."""
+    vocabulary = model.retex_config.vocabulary
+    return {
+        task: preprocessor_of(model, max_length, task)
+        for task in model.tasks
+        if task in vocabulary and vocabulary[task]["tokenizer"]
+    }
+
+
+def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str | None = None) -> Preprocessor:
+    """The preprocessor whose files came with a model, or with one of its tasks.
+
+    Texts are cut after `max_length` tokens; default: as when the model was signed, else what its tokenizer takes.
+    """
+    if model.side_folder is None:
+        raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
+    length = last_references(model.recipe).get("max_length") if max_length is None else max_length
+    tokens = model.retex_config.vocabulary.get(task, {}).get("size")
+    return load_preprocessor(model.tokenizer_folder(task), model.model, max_length=length, tokens=tokens)
+
+
+def answer_kind(model: RetexModel, has_classes: bool) -> str:
+    """How a model answers: with labels of its own heads, with texts, with classes named in words, or not at all."""
+    if model.retex_config.labels:
+        return CLASSIFIER
+    if library_of(model.model).is_dual_encoder(model.model):
+        return ZERO_SHOT if has_classes else FEATURES
+    generates = library_of(model.model) is hf_transformers and model.model.can_generate()
+    return GENERATOR if generates else FEATURES

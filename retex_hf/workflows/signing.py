@@ -1,0 +1,127 @@
+"""Signatures from data on disk or on the Hub: inputs are drawn, made into batches, and shown to the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..artifact.preprocess import Preprocessor, load_preprocessor
+from ..artifact.recipe import SIGNED_IN_MEMORY, same_threads
+from ..data.datasets import load_inputs
+from ..errors import ConfigError, InputError, TaskError
+from ..model.retex_model import RetexModel
+from ..utils.devices import as_model_takes
+
+BATCH_SIZE = 64
+
+
+@dataclass
+class References:
+    """Where reference inputs come from; the fields are those of a recipe.
+
+    Args:
+        data: Task names and their sources, as `load_inputs` takes them.
+        split: Which part of the sources.
+        input_column: The column of texts or images; default: found by common names.
+        max_length: Texts are cut after so many tokens; default: what the tokenizer takes.
+        seed: Of the draw.
+    """
+
+    data: dict[str, str] = field(default_factory=dict)
+    split: str = "train"
+    input_column: str | list[str] | None = None
+    max_length: int | None = None
+    seed: int = 0
+
+    def load(self) -> dict[str, Sequence[Any]]:
+        """All inputs of every task."""
+        options = {"split": self.split, "input_column": self.input_column}
+        return {task: load_inputs(task, source, **options) for task, source in self.data.items()}
+
+    def batches(
+        self, model: RetexModel, inputs: Mapping[str, Sequence[Any]] | None = None
+    ) -> dict[str, list[dict[str, Tensor]]]:
+        """Reference batches of every task where the model is, as many inputs as its configuration asks for."""
+        preprocessor = self.preprocessor(model.side_folder, model.model)
+        found = self.draw(self.load() if inputs is None else inputs, model.retex_config.num_reference, preprocessor)
+        return {task: [as_model_takes(batch, model.model) for batch in batches] for task, batches in found.items()}
+
+    def preprocessor(self, side_folder: Path | None, model: nn.Module) -> Preprocessor:
+        """What makes batches of inputs for a model whose tokenizer or processor lies in a folder."""
+        if side_folder is None:
+            raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of the data.")
+        return load_preprocessor(side_folder, model, max_length=self.max_length)
+
+    def draw(
+        self, inputs: Mapping[str, Sequence[Any]], count: int, preprocessor: Preprocessor
+    ) -> dict[str, list[dict[str, Tensor]]]:
+        """Batches of `count` inputs of every task, or of all where there are fewer."""
+        batches = {}
+        for task, rows in inputs.items():
+            # At random, because data may be sorted by class.
+            chosen = random.Random(self.seed).sample(range(len(rows)), min(count, len(rows)))
+            drawn = [rows[index] for index in chosen]
+            starts = range(0, len(drawn), BATCH_SIZE)
+            try:
+                batches[task] = [preprocessor(drawn[start : start + BATCH_SIZE]) for start in starts]
+            except InputError as error:
+                raise InputError(f"Task {task!r}: {error}") from None
+        return batches
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        default = References()
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+
+
+def sign(
+    model: RetexModel,
+    references: References,
+    *,
+    inputs: Mapping[str, Sequence[Any]] | None = None,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Fit the signatures of a model on data, and note in its recipe on which.
+
+    Args:
+        model: The model.
+        references: Where the inputs come from.
+        inputs: What `references.load()` gave, where it was called already.
+        progress: Show a progress bar.
+
+    Returns:
+        Held-out identification accuracy per candidate layer, as `fit_signatures` does.
+    """
+    unknown = [task for task in references.data if task not in model.tasks]
+    if unknown:
+        raise TaskError(f"There is no task {unknown[0]!r}; the tasks are {model.tasks}.")
+    recipe = model.recipe
+    batches: Any = references.batches(model, inputs)
+    if model.retex_config.signatures == "weights":
+        batches = [batch for task in model.tasks for batch in batches.get(task, [])]
+    with same_threads(recipe):
+        accuracies = model.fit_signatures(batches, progress=progress)
+    model.recipe = _noted(recipe, references)
+    return accuracies
+
+
+def _noted(recipe: dict[str, Any] | None, references: References) -> dict[str, Any] | None:
+    """The recipe with signatures fitted on these references: right after the build, or after what was changed since."""
+    if recipe is None:
+        return None
+    changes = list(recipe.get("changes", []))
+    while changes and "sign" in changes[-1]:  # which nothing has joined, so it leaves no trace
+        changes.pop()
+    if not changes:
+        replaced = {*vars(references), "changes", "unrecorded"}
+        kept = {key: value for key, value in recipe.items() if key not in replaced}
+        signed = {**kept, **references.to_dict()}
+    else:
+        signed = {**recipe, "changes": [*changes, {"sign": references.to_dict()}]}
+    unrecorded = [what for what in recipe.get("unrecorded", []) if what != SIGNED_IN_MEMORY]
+    return {**signed, "unrecorded": unrecorded} if unrecorded else signed
