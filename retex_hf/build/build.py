@@ -15,24 +15,24 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..artifact import writing, reading
-from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
-from ..merging.calibration import Calibration, CalibrationData, read_calibration
-from ..checkpoints import Checkpoint, ExpertSet, check_range, open_source, read_finite, typed_path
-from ..config import RetexConfig, matches
+from ..artifact import reading, writing
 from ..artifact.schema import head_key
-from ..utils.devices import device_of, parse_device
-from ..errors import ArtifactError, CheckpointError, ConfigError
-from .estimate import BuildEstimate
-from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
-from .merged_tensors import FileTensors, MergedTensors, ModelTensors
-from ..merging import Merger, check_calibration, get_merger, learn_options
 from ..artifact.state import RetexParts
+from ..checkpoints import Checkpoint, ExpertSet, check_range, open_source, read_finite, typed_path
+from ..checkpoints.tensor_store import FolderStore, MemoryStore, Store
+from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
+from ..config import RetexConfig, matches
 from ..data.readout import Classifier, Readout
+from ..errors import ArtifactError, CheckpointError, ConfigError
+from ..merging import Merger, check_calibration, get_merger, learn_options
+from ..merging.calibration import Calibration, CalibrationData, read_calibration
 from ..recovery import History, Targets, TrainingConfig, clear_state, plan_layouts, relative_errors, solve_all, train
 from ..recovery.work_sharing import run_dealt
-from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
-from ..checkpoints.tensor_store import FolderStore, MemoryStore, Store
+from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
+from ..utils.devices import device_of, parse_device
+from .estimate import BuildEstimate
+from .merged_tensors import FileTensors, MergedTensors, ModelTensors
+from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
 
 MERGING, LEARNING = "Merging", "Learning the merge"
 SOLVERS = ("closed_form", "adam")

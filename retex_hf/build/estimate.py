@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import floor, prod
 
 from ..checkpoints import TensorInfo
-from ..config import RetexConfig, matches
-from ..recovery.module import recovery_tensors
-from ..recovery.layout import SHARED_FIRST
-from ..recovery.solver import group_layouts, ruled_layouts
 from ..checkpoints.tensor_store import tensor_bytes
+from ..config import RetexConfig, matches
+from ..recovery.layout import SHARED_FIRST
+from ..recovery.module import recovery_tensors
+from ..recovery.solver import group_layouts, ruled_layouts
 
 # Tensors of the size of the parameter at work: so many per expert, and some more.
 TENSORS_PER_EXPERT, FURTHER_TENSORS = 1, 4

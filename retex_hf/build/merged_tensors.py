@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint, Inventory, Source, TensorInfo
-from ..errors import CheckpointError
 from ..checkpoints.tensor_store import Store
+from ..errors import CheckpointError
 
 
 class MergedTensors(Mapping[str, Tensor]):

@@ -14,6 +14,17 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
+from ..artifact.recipe import PACKAGES, describe_build
+from ..backends import (
+    DESCRIBED,
+    hf_transformers,
+    kind_of_model,
+    library_of,
+    library_of_folder,
+    parse_dtype,
+    plain_modules,
+    sentence_modules,
+)
 from ..checkpoints import (
     AdapterSource,
     Checkpoint,
@@ -29,30 +40,19 @@ from ..checkpoints import (
     read_finite,
     take_inventory,
 )
-from ..config import TASK_NAME, RetexConfig, is_task_name, matches
-from ..utils.devices import CPU, enough_memory, exact_device, parse_device
-from ..errors import CheckpointError, ConfigError, brief, first_line
-from .estimate import BuildEstimate, estimate_build
-from ..merging.expert_weights import ExpertWeights
-from ..backends import (
-    DESCRIBED,
-    hf_transformers,
-    kind_of_model,
-    library_of,
-    library_of_folder,
-    plain_modules,
-    parse_dtype,
-    sentence_modules,
-)
-from ..utils.module_tensors import resize_tensors
-from .merged_tensors import copy_on_meta
-from ..merging import merge_methods, options_to_learn
-from ..utils.paths import as_path
-from ..artifact.recipe import PACKAGES, describe_build
-from ..recovery import TrainingConfig
-from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder
 from ..checkpoints.tensor_store import tensor_bytes
+from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabularies
+from ..config import TASK_NAME, RetexConfig, is_task_name, matches
+from ..errors import CheckpointError, ConfigError, brief, first_line
+from ..merging import merge_methods, options_to_learn
+from ..merging.expert_weights import ExpertWeights
+from ..recovery import TrainingConfig
+from ..utils.devices import CPU, enough_memory, exact_device, parse_device
+from ..utils.module_tensors import resize_tensors
+from ..utils.paths import as_path
+from .estimate import BuildEstimate, estimate_build
+from .merged_tensors import copy_on_meta
 
 
 @dataclass
@@ -274,7 +274,7 @@ def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
     """The options to load with what was built from modules of somebody's own class: copies of one are loaded into."""
     given = [spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module)]
     module = extract_model_from_parallel(given[0], keep_torch_compile=False) if given else None
-    if module is None or library_of(module) is not modules:
+    if module is None or library_of(module) is not plain_modules:
         return {}
     return {"make_model": lambda: deepcopy(module).requires_grad_(False)}
 
@@ -359,7 +359,7 @@ def _open_experts(
             )
     # The first expert has what a model without values has not: the numbers that no checkpoint holds.
     given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
-    shown = next((module for module in given if module is not None and library is modules), model)
+    shown = next((module for module in given if module is not None and library is plain_modules), model)
     for source in sources.values():
         library.check_configuration(shown, source)
     return experts

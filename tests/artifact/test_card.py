@@ -513,7 +513,7 @@ def test_a_build_into_a_folder_writes_the_card(tmp_path):
 
 def test_the_template_comes_with_the_package():
     root = Path(retex_hf.__file__).parents[1]
-    template = Path(retex_hf.__file__).parent / "card" / "model_card_template.md"
+    template = Path(retex_hf.__file__).parent / "artifact" / "card" / "model_card_template.md"
     assert (root / "model_card_template.md").resolve() == template.resolve()
     assert f'"retex_hf.artifact.card" = ["{template.name}"]' in (root / "pyproject.toml").read_text()
 

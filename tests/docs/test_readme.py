@@ -12,7 +12,7 @@ import pytest
 
 from retex_hf.cli import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("examples/*/README.md"))]
 
 

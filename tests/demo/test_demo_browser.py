@@ -30,7 +30,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="There is no Chromium on the PATH.")
 
-APP = Path(__file__).parents[1] / "examples" / "space" / "app.py"
+APP = Path(__file__).parents[2] / "examples" / "space" / "app.py"
 EVIL_TASK, EVIL_LABEL = "green<img src=x onerror=hacked=1>", "<img src=x onerror=hacked=2>"
 EVIL_TEXT = "<script>hacked=3</script><img src=x onerror=hacked=4> {{value}} ${hacked=5} ruby wine"
 SHADES = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from builds import assert_same_artifact, check, kill_build, save_models
 from families import LLM, TEXT, VOCAB
 from helpers import TASKS, assert_same, edit_json, perturb
 from peft import PeftModel
 from signed import WORDS, make_tokenizer, references, separate
-from test_streaming import assert_same_artifact, check, kill_build, save_models
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 

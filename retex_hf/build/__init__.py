@@ -1,0 +1,1 @@
+"""From a base and experts to an artifact: plan, merge, solve, write."""
