@@ -16,6 +16,7 @@ from torch import nn
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.backends import library_of, openclip
+from retex_hf.build.build import build_folder
 from retex_hf.checkpoints import tensor_store
 
 
@@ -107,4 +108,4 @@ def _build_and_die(folder: Path, target: Path, stage: str, count: int, config: d
     tensor_store.FolderStore.record = killing
     tensor_store.SYNC_SECONDS = 0.0
     experts = {task: folder / task for task in TASKS}
-    build.build_folder(folder / "base", experts, RetexConfig(**config), target, progress=False)
+    build_folder(folder / "base", experts, RetexConfig(**config), target, progress=False)
