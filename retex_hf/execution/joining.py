@@ -92,7 +92,8 @@ class Joiner:
         if isinstance(first, Tensor):
             return self._join_tensors(self._complete(outputs, name), name, path)
         if isinstance(first, Mapping):
-            values = {key: [output.get(key) if output else None for output in outputs] for key in first}
+            keys = dict.fromkeys(chain.from_iterable(present))  # a group without images has no field for them
+            values = {key: [output.get(key) if output else None for output in outputs] for key in keys}
             fields = {key: self._join_field(given, key, _below(path, key)) for key, given in values.items()}
             return rebuilt(first, fields)
         if is_record(first):
@@ -111,6 +112,8 @@ class Joiner:
         if isinstance(first, (list, tuple)):
             longest = enumerate(zip_longest(*(output or () for output in outputs)))
             return type(first)(self.join(list(parts), name, _below(path, index)) for index, parts in longest)
+        if self.proof is not None and path in self.proof.refused:
+            raise self._unproven(path)
         if all(output == first for output in outputs):
             return first
         raise CannotJoin(f"The outputs {name!r} of several experts cannot be combined: call once per task with task=.")
@@ -198,11 +201,7 @@ class Joiner:
             per_row = self._entries_per_row(tensors)
             return Along(0, per_row) if per_row else Shared(tensors[0].ndim)
         if path not in self.proof.places:
-            reason = self.proof.refused.get(path, "was not there when the call was tried")
-            raise CannotJoin(
-                f"The output {path!r} {reason}, so those of several experts cannot be put together: "
-                "call once per task with task=."
-            )
+            raise self._unproven(path)
         place = self.proof.places[path]
         if isinstance(place, Along):
             for tensor, group in zip(tensors, self.groups, strict=True):
@@ -212,6 +211,14 @@ class Joiner:
                         f"{place.per_row} per row when the call was tried: call once per task with task=."
                     )
         return place
+
+    def _unproven(self, path: str) -> CannotJoin:
+        assert self.proof is not None
+        reason = self.proof.refused.get(path, "was not there when the call was tried")
+        return CannotJoin(
+            f"The output {path!r} {reason}, so those of several experts cannot be put together: "
+            "call once per task with task=."
+        )
 
     def _scatter_items(self, tensors: list[Tensor], place: AlongItems, name: str) -> Tensor:
         """Put what belongs to the entries of an input back into their order."""

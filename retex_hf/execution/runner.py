@@ -216,6 +216,11 @@ class ExpertRunner:
         if len(groups) == 1:
             return Splitter(rows, whole, {}), None
         check_separable(kwargs, len(groups))
+        if method == "forward" and kwargs.get("use_cache") is True:
+            raise InputError(
+                f"'use_cache' asks for a cache, and those of the {len(groups)} experts this batch needs cannot be put "
+                "together: leave it out, use generate, or call once per task with task=."
+            )
         given = readings(self.model, kwargs, rows, whole)
         # Of texts alone, `generate` needs no proof: its outputs are known, and a text is a row.
         if method == "generate" and len(given) == 1 and ITEM_INPUTS.isdisjoint(kwargs):
@@ -248,7 +253,8 @@ class ExpertRunner:
         parts: list[Tensor] | None,
     ) -> Proof:
         beyond = rows_beyond(self.model, self.library, self.heads, self.rows) if self.vocabulary else {}
-        prober = copy_with(self.model, with_all_rows(self.model.state_dict(), beyond)).eval()
+        tensors = with_all_rows(self.model.state_dict(), beyond)
+        prober = copy_with(self.model, {**_opened_gates(self.model), **tensors}).eval()
         # The labels of other tasks than the merged model's own mean nothing to its head.
         if self.rows or any(self.heads.values()):
             kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
@@ -394,6 +400,15 @@ class ExpertRunner:
 def call_method(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Any:
     """Call a method of a model; `forward` through the module itself, so that its hooks run."""
     return model(**kwargs) if method == "forward" else getattr(model, method)(**kwargs)
+
+
+def _opened_gates(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters that are all zero, as other numbers: what a gate of zero hides, an expert's may let through."""
+    return {
+        name: torch.full_like(parameter, 0.1)
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and not parameter.is_meta and not parameter.any()
+    }
 
 
 def _kind(kwargs: Mapping[str, Any], rows: int) -> frozenset[Any]:

@@ -19,9 +19,13 @@ from ..errors import InputError, RetexError, first_line
 from ..utils.records import is_record, record_fields
 from .ownership import Reading, entries_of
 
+DEPENDS = "is not of each row the same alone and together with others"
 # Of the largest number in a field: what rounding may change when a row runs in another company.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 ROUGH = 5e-2
+# Rows of a batch that are tried: more than two, because some models treat the rows after the first ones otherwise.
+TRIED = 4
+PLAIN = (bool, int, float, complex, str, bytes, set, frozenset)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,18 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(value, f"{path}.{index}" if path else str(index))
 
 
+def plain_values(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, texts and sets of an output, by path. Lists may have an entry per row, and are left out."""
+    if isinstance(output, Mapping) or is_record(output):
+        for key, value in record_fields(output).items():
+            yield from plain_values(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(output, tuple):
+        for index, value in enumerate(output):
+            yield from plain_values(value, f"{path}.{index}" if path else str(index))
+    elif isinstance(output, PLAIN):
+        yield path, output
+
+
 def lists_of(output: Any, path: str = "") -> Iterator[tuple[str, Sequence[Tensor]]]:
     """All lists of tensors in an output, by path."""
     if isinstance(output, Mapping) or is_record(output):
@@ -128,12 +144,12 @@ def prove(
         split: Takes the given rows out of the batch, by a reading.
         given: The readings there are, the likelier first.
         rows: Of the batch. One row is told apart from two of itself.
-        parts: The rows that are to run apart. Without, two rows stand for all, which is enough where every row has one
-            entry of everything.
+        parts: The rows that are to run apart. Without, the first rows stand for all, which is enough where every row
+            has one entry of everything.
     """
     # Positions in what runs together.
-    together = torch.arange(2) % rows if parts is None else torch.arange(rows)
-    alone = list(torch.arange(min(rows, 2)).split(1)) if parts is None else parts
+    together = torch.arange(max(2, min(rows, TRIED))) % rows if parts is None else torch.arange(rows)
+    alone = list(torch.arange(min(rows, TRIED)).split(1)) if parts is None else parts
     best: Proof | None = None
     problem = ""
     for name, reading in given.items():
@@ -204,12 +220,19 @@ def _compare(
         found = next(filter(fits, _candidates(reading, tensor, len(together))), None)
         if found is not None:
             places[path] = found
+        elif tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex()):
+            # A count or an `any` over the rows may be the same by chance.
+            refused[path] = "is one whole number for all rows"
         elif all(other is not None and tensor.shape == other.shape and _equal(tensor, other) for other in others):
             places[path] = Shared(tensor.ndim)
         elif any(other is None or other.ndim != tensor.ndim for other in others):
             refused[path] = "has another form when there are fewer rows"
         else:
-            refused[path] = "is not of each row the same alone and together with others"
+            refused[path] = DEPENDS
+    values = [dict(plain_values(gives)) for gives in alone_give]
+    for path, value in plain_values(together_gives):
+        if any(part.get(path) != value for part in values):
+            refused[path] = DEPENDS
     return Proof(name, places, refused, lists)
 
 
@@ -266,6 +289,8 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same, up to rounding; where one is larger, what both have."""
     common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
     first, second = first[common], second[common]
+    if first.is_complex() and second.is_complex():
+        first, second = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
     if not first.is_floating_point():
         return torch.equal(first, second)
     tolerance = TOLERANCE.get(first.dtype, ROUGH)

@@ -126,14 +126,16 @@ def test_every_row_is_answered_as_alone(kind, counts, execution):
         torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("tasks", [["red", "green", "blue"], ["green", "red", "blue"]])
 @torch.no_grad()
-def test_images_go_back_to_their_places():
+def test_images_go_back_to_their_places(tasks):
+    """Also where the first task has none."""
     model = build(llava)
     counts = [2, 0, 1]
     inputs = whole(counts)
-    seen = model(**inputs, task=["red", "green", "blue"]).image_hidden_states
+    seen = model(**inputs, task=tasks).image_hidden_states
     assert len(seen) == 3 * PLACES
-    for row, task, own in ((0, "red", slice(0, 2 * PLACES)), (2, "blue", slice(2 * PLACES, None))):
+    for row, task, own in ((0, tasks[0], slice(0, 2 * PLACES)), (2, tasks[2], slice(2 * PLACES, None))):
         alone = model.merge_and_unload(task)(**row_of(inputs, row, counts)).image_hidden_states
         torch.testing.assert_close(seen[own], alone, rtol=1e-3, atol=1e-4)
 
