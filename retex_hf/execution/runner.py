@@ -71,7 +71,8 @@ class ExpertRunner:
         # keeping. Training moves the statistics of an expert's batch normalisation: evaluation has its own.
         key = self._key(group, recovered)
         size = partial(self._own_bytes, group, recovered) if recovered or self._changed_rows(group) else None
-        expert = make() if learning or group.weights is not None else self.cache.get(key, make, size)
+        kept = group.weights is None and not (recovered and self._may_learn())
+        expert = self.cache.get(key, make, size) if kept else make()
         if hasattr(self.model, "generation_config"):
             expert.generation_config = self._generation_config(self.tasks[group.task_id])
         return expert
@@ -89,9 +90,13 @@ class ExpertRunner:
     def _key(self, group: Group, recovered: bool) -> tuple:
         return (group.task_id, recovered, self.model.training)
 
+    def _may_learn(self) -> bool:
+        """Return whether the recovery module is being trained, so that its experts change from step to step."""
+        return self.model.training and self.recovery.task_embedding.requires_grad
+
     def _is_learning(self) -> bool:
         """Whether gradients of this call must reach the recovery module."""
-        return self.model.training and torch.is_grad_enabled() and self.recovery.task_embedding.requires_grad
+        return torch.is_grad_enabled() and self._may_learn()
 
     @torch.inference_mode(False)  # an expert outlives the call it is made in, and may have to carry gradients later
     def _make(self, group: Group, recovered: bool, learning: bool) -> nn.Module:

@@ -514,6 +514,7 @@ class RoutedModel(nn.Module):
         bound to this very model: a copy would go on calling it."""
         state = self._frozen().__dict__
         state.pop("_compiled_call_impl", None)
+        state["_proofs"] = dict(self._proofs)  # other threads add to it while it is copied
         return state
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:

@@ -19,7 +19,8 @@ SCRIPT = Path(__file__).with_name("evaluation_worker.py")
 
 def test_two_processes_give_the_rows_of_one(tmp_path):
     command = [sys.executable, *launcher(2), str(SCRIPT), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     options = {"batch_size": 4, "progress": False}

@@ -125,7 +125,7 @@ def test_stopped_at_any_line(execution, options):
 
     lines = list(traced(None))
     assert len(lines) > 150
-    assert {Path(name).name for name, _ in lines} >= {"routed.py", "runner.py", "experts.py", "features.py"}
+    assert {Path(name).name for name, _ in lines} >= {"routed_model.py", "runner.py", "expert_cache.py", "features.py"}
     watched.check("nowhere")
     every = 1 if os.environ.get("RETEX_EVERY_LINE") else EVERY
     offset = {"grouped": 0, "mixed": 1}[execution]

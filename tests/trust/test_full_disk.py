@@ -151,7 +151,7 @@ def test_training_is_not_lost_where_its_result_cannot_be_written(place, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(building.artifact, "write", stop)
+        patch.setattr(building.writing, "write", stop)
         train(place)
     with monkeypatch.context() as patch:
         patch.setattr(training_module, "_draw", stop)  # which every step does first

@@ -353,7 +353,7 @@ def test_weights_of_a_prepared_build_do_not_reach_the_artifact(tmp_path, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tensor_store, "SYNC_SECONDS", 0.0)
-        patch.setattr(building.artifact, "finish", stop)
+        patch.setattr(building.writing, "finish", stop)
         build(place)
     left = interrupted_build(place.target)
     assert "Solving" in (left / "journal-0.jsonl").read_text()
