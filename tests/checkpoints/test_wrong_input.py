@@ -364,7 +364,7 @@ def test_no_experts(base, tasks):
 
 
 @pytest.mark.parametrize(
-    "name", ["", " ", " red", "red ", 3, None, ("red",), "red\x1b[2J", "a\nb", "\u202eder", "x" * 201]
+    "name", ["", " ", " red", "red ", 3, None, ("red",), "red\x1b[2J", "a\nb", "\u202eder", "x" * 201, "__base__"]
 )
 def test_bad_task_name(base, experts, name):
     message = "^A task name must be a non-empty string of at most 200 characters, without surrounding spaces "
