@@ -44,8 +44,8 @@ MOST_PATTERNS, LONGEST_PATTERN = 5_000, 1_000
 # PEFT's name, in `adapter_names`, of the model without an adapter.
 BASE = "__base__"
 TASK_NAME = (
-    "a non-empty string of at most 200 characters, without surrounding spaces and control characters, and other than "
-    f"{BASE!r}, which names the merged model"
+    "a non-empty string of at most 200 characters, without surrounding spaces and control characters, other than "
+    f"{BASE!r}"
 )
 
 
@@ -57,6 +57,8 @@ def is_task_name(name: Any) -> bool:
 
 def check_task_name(name: Any) -> None:
     """Refuse what cannot be the name of a task."""
+    if name == BASE:
+        raise ConfigError(f"A task cannot be called {BASE!r}: in adapter_names that means the merged model.")
     if not is_task_name(name):
         raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(name)}.")
 

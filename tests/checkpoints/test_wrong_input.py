@@ -364,11 +364,16 @@ def test_no_experts(base, tasks):
 
 
 @pytest.mark.parametrize(
-    "name", ["", " ", " red", "red ", 3, None, ("red",), "red\x1b[2J", "a\nb", "\u202eder", "x" * 201, "__base__"]
+    "name", ["", " ", " red", "red ", 3, None, ("red",), "red\x1b[2J", "a\nb", "\u202eder", "x" * 201]
 )
 def test_bad_task_name(base, experts, name):
     message = "^A task name must be a non-empty string of at most 200 characters, without surrounding spaces "
     refuse(message, base, {name: experts["red"]}, error=ConfigError)
+
+
+def test_the_merged_models_name_is_no_task(base, experts):
+    message = "^A task cannot be called '__base__': in adapter_names that means the merged model.$"
+    refuse(message, base, {"red": experts["red"], "__base__": experts["green"]}, error=ConfigError)
 
 
 @pytest.mark.parametrize(
