@@ -215,7 +215,8 @@ class ExpertRunner:
         whole = self._whole(method, kwargs)
         if len(groups) == 1:
             return Splitter(rows, whole, {}), None
-        check_separable(kwargs, len(groups))
+        settings = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        check_separable(kwargs, len(groups), settings if method == "generate" else None)
         given = readings(self.model, kwargs, rows, whole)
         # Of texts alone, `generate` needs no proof: its outputs are known, and a text is a row.
         if method == "generate" and len(given) == 1 and ITEM_INPUTS.isdisjoint(kwargs):
