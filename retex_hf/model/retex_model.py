@@ -407,6 +407,11 @@ class RetexModel(RoutedModel):
         if self.retex_config.signatures == "weights":
             self._sign(WeightSignatures.fit(self._scorer, self._as_pool(references)))
             return {}
+        if not isinstance(references, Mapping):
+            raise InputError(
+                f"fit_signatures takes a dict of task name to batches, not {type(references).__name__}; "
+                f"the tasks are {self.tasks}."
+            )
         for task in references:
             task_index(task, self.tasks)
         missing = [task for task in self.tasks if task not in references]
