@@ -40,7 +40,7 @@ from ..routing import (
 )
 from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
 from ..utils.paths import as_path
-from .edit_tasks import AddedTask, add_task, delete_task
+from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks
 from .export.lora import LoraExport, export_lora
 from .peft_names import LOADING, SAVING, check_options
 from .routed_model import RoutedModel
@@ -552,12 +552,12 @@ class RetexModel(RoutedModel):
 
     def delete_adapter(self, adapter_name: str | list[str]) -> None:
         """PEFT's name for [`delete_task`]; of several tasks, all are deleted, or none."""
+        if not isinstance(adapter_name, Iterable):
+            raise TaskError(f"Expected a task or a list of tasks, not {adapter_name!r}; the tasks are {self.tasks}.")
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        parts = before = self.parts()
-        for name in names:
-            parts = delete_task(parts, name)
+        parts = self.parts()
         if names:
-            self._exchange(before, parts)
+            self._exchange(parts, delete_tasks(parts, names))
 
     # ---- one expert, apart -------------------------------------------------------------------------------------------
 

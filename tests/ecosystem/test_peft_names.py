@@ -219,6 +219,23 @@ def test_merging_has_no_progress_bar(bert):
         model.merge_and_unload("red", progressbar=True)
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["red", "pink"], r"^Unknown task 'pink'; the tasks are \['red', 'green', 'blue'\]\.$"),
+        (["red", 3], r"^Unknown task 3; the tasks are \['red', 'green', 'blue'\]\.$"),
+        (["red", "red"], r"^\['red', 'red'\] names a task twice\.$"),
+        (TASKS, r"^\['red', 'green', 'blue'\] are all the tasks; a model of no tasks is the merged model itself\.$"),
+        (None, r"^Expected a task or a list of tasks, not None; the tasks are \['red', 'green', 'blue'\]\.$"),
+    ],
+)
+def test_wrong_tasks_are_not_deleted_and_neither_are_the_others(bert, names, says):
+    model, _ = bert
+    with pytest.raises(TaskError, match=says):
+        model.delete_adapter(names)
+    assert model.tasks == TASKS
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
