@@ -212,7 +212,8 @@ class RetexModel(RoutedModel):
 
     def _of_tasks(self, names: Iterable[str]) -> RetexModel:
         """A model of some of the tasks."""
-        kept, parts = list(names), self.parts()
+        parts = self.parts()
+        kept = list(names) if isinstance(names, Iterable) else []
         if isinstance(names, str) or not kept:
             raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {self.tasks}.")
         for name in kept:
@@ -220,7 +221,10 @@ class RetexModel(RoutedModel):
         for name in parts.config.tasks:
             if name not in kept:
                 parts = delete_task(parts, name)
-        return type(self)(parts)
+        # Not a new model: that would put the merged model, which both share, into evaluation mode.
+        selected = self._frozen()
+        selected._adopt(parts)
+        return selected
 
     def save_description(self, save_directory: str | Path) -> None:
         """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
@@ -637,10 +641,12 @@ class RetexModel(RoutedModel):
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
 
+    @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
     def _expert(self, task: str | Mixture) -> nn.Module:
-        """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
+        """An expert to look at or to copy, without gradients: a cached one, unless it is tied to a shared trunk, or
+        training changes its weights."""
         runner = self._frozen()._runner()
-        cache = ExpertCache(0) if runner.trunk else runner.cache
+        cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
         runner = dataclasses.replace(runner, trunk=[], cache=cache)
         if isinstance(task, Mixture):
             first = task_index(task.names[0], runner.tasks)
