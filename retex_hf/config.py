@@ -41,12 +41,26 @@ LARGEST_INTEGER = 2**63
 MOST_PATTERNS, LONGEST_PATTERN = 5_000, 1_000
 
 
-TASK_NAME = "a non-empty string of at most 200 characters, without surrounding spaces and control characters"
+# PEFT's name, in `adapter_names`, of the model without an adapter.
+BASE = "__base__"
+TASK_NAME = (
+    "a non-empty string of at most 200 characters, without surrounding spaces and control characters, other than "
+    f"{BASE!r}"
+)
 
 
 def is_task_name(name: Any) -> bool:
     """Whether a value is what `TASK_NAME` says: names of tasks are printed, drawn and published."""
-    return isinstance(name, str) and 0 < len(name) <= 200 and name == name.strip() and name == visible(name)
+    fits = isinstance(name, str) and 0 < len(name) <= 200 and name == name.strip() and name == visible(name)
+    return fits and name != BASE
+
+
+def check_task_name(name: Any) -> None:
+    """Refuse what cannot be the name of a task."""
+    if name == BASE:
+        raise ConfigError(f"A task cannot be called {BASE!r}: in adapter_names that means the merged model.")
+    if not is_task_name(name):
+        raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(name)}.")
 
 
 def matches(name: str, patterns: list[str]) -> bool:
@@ -367,7 +381,10 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_int(v, 1) or (isinstance(v, float) and 0 < v <= 1),
         "a positive integer or a ratio in (0, 1]",
     ),
-    "tasks": (lambda v: _is_strings(v) and len(set(v)) == len(v) and all(map(is_task_name, v)), "unique names"),
+    "tasks": (
+        lambda v: _is_strings(v) and len(set(v)) == len(v) and all(map(is_task_name, v)),
+        f"unique names, each {TASK_NAME}",
+    ),
     "base_model": (lambda v: v is None or isinstance(v, dict), "a dict"),
     "experts": (lambda v: _is_dict_of_dicts(v), "a dict of task name to dict"),
     "labels": (

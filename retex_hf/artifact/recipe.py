@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..config import RetexConfig
+from ..config import RetexConfig, check_task_name
 from ..errors import ConfigError, brief
 from ..recovery import TrainingConfig
 from ..utils.strict_files import read_yaml
@@ -135,6 +135,8 @@ class Recipe:
         """Refuse a recipe that nothing can be built from."""
         if not self.base or not self.experts:
             raise ConfigError("A build needs a base and experts, from a recipe or as flags.")
+        for task in self.experts:
+            check_task_name(task)
         unknown = sorted(set(self.data) - set(self.experts))
         if unknown:
             raise ConfigError(f"data names {unknown[0]!r}, which is not among the experts {sorted(self.experts)}.")
@@ -149,6 +151,8 @@ class Recipe:
                 raise ConfigError(f"A change must be an add, a remove or a sign, not {brief(change)}.")
             if "add" in change and not isinstance(change.get("expert"), str):
                 raise ConfigError(f"A change that adds a task must name its expert, unlike {brief(change)}.")
+            if "add" in change:
+                check_task_name(change["add"])
 
 
 def describe_build(

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.inventory import Inventory
-from ..checkpoints.sources import Source
+from ..checkpoints.sources import Source, check_module
 from ..errors import CheckpointError, ConfigError
 from .named_tensors import (
     align,
@@ -86,6 +86,7 @@ def load(
     model = make_model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"make_model must make an nn.Module, not a {type(model).__name__}.")
+    check_module(model, f"the {type(model).__name__} of make_model")
     check_names(model, source, f"the {type(model).__name__} of make_model")
     return fill(model, source, copy=copy, dtype=dtype).eval()
 

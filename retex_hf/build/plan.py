@@ -43,8 +43,8 @@ from ..checkpoints import (
 from ..checkpoints.tensor_store import tensor_bytes
 from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabularies
-from ..config import TASK_NAME, RetexConfig, is_task_name, matches
-from ..errors import CheckpointError, ConfigError, brief, first_line
+from ..config import RetexConfig, check_task_name, matches
+from ..errors import CheckpointError, ConfigError, first_line
 from ..merging import merge_methods, options_to_learn
 from ..merging.expert_weights import ExpertWeights
 from ..recovery import TrainingConfig
@@ -207,8 +207,7 @@ def check_tasks(experts: Mapping[str, Any]) -> list[str]:
     if not isinstance(experts, Mapping) or not experts:
         raise ConfigError("experts must be a non-empty dict of task name to checkpoint.")
     for task in experts:
-        if not is_task_name(task):
-            raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(task)}.")
+        check_task_name(task)
     return list(experts)
 
 

@@ -25,7 +25,7 @@ from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, op
 from .gguf_files import SUFFIX as GGUF_SUFFIX
 from .gguf_files import find_gguf, open_gguf
 from .quantized import FLOAT8, unpack
-from .sources import Source, open_files, open_state_dict, weight_files
+from .sources import Source, check_module, open_files, open_state_dict, weight_files
 
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
 # The last is what diffusers calls its weights.
@@ -71,6 +71,7 @@ def open_source(
         spec = extract_model_from_parallel(spec, keep_torch_compile=False)  # of DDP and of torch.compile
         whole = spec if _is_sentence_transformer(spec) else None
         spec = spec if whole is None else _transformer_in(whole, label)
+        check_module(spec, label)
         tensors = spec.state_dict()
         origin = getattr(getattr(spec, "config", None), "_name_or_path", "") or type(spec).__name__
         provenance = {"source": "memory", "id": Path(origin).name if Path(origin).is_absolute() else origin}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, brief
 from ..utils.strict_files import read_json
@@ -102,8 +103,26 @@ def open_state_dict(tensors: Mapping[str, Tensor], label: str, **kwargs: Any) ->
     return MemorySource(label, infos, tensors=tensors, **kwargs)
 
 
+def check_module(module: nn.Module, label: str) -> None:
+    """Refuse a module whose tensors cannot be exchanged for others."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise CheckpointError(
+            f"{label} {'is' if isinstance(module, torch.jit.ScriptModule) else 'holds'} a TorchScript module, which "
+            "cannot be copied with other weights: give the module that it was made of."
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        check_initialised(f"{label}: tensor {name!r}", tensor)
+
+
+def check_initialised(what: str, tensor: Tensor) -> None:
+    """Refuse a tensor of a lazy module that has not run yet; `what` names it."""
+    if is_lazy(tensor):
+        raise CheckpointError(f"{what} has no shape yet: run the module once first.")
+
+
 def check_plain(what: str, tensor: Tensor) -> None:
     """Refuse a tensor that is not dense, or not of plain real numbers; `what` names it."""
+    check_initialised(what, tensor)
     if tensor.is_meta:
         raise CheckpointError(f"{what} is on the meta device: it has no numbers.")
     if tensor.layout != torch.strided or tensor.is_nested:

@@ -1,6 +1,6 @@
 """Run a batch on the experts its rows need, and put every field of the outputs back in row order."""
 
-from .assignment import BASE, Assignment, Group, Mixture, as_active, parse_adapter_names, parse_task, task_index
+from .assignment import Assignment, Group, Mixture, as_active, parse_adapter_names, parse_task, task_index
 from .choice import check_execution
 from .expert_cache import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
 from .joining import Joiner
@@ -10,7 +10,6 @@ from .trunk_cost import trunk_cost
 from .trunk_replay import TrunkRecord
 
 __all__ = [
-    "BASE",
     "Assignment",
     "ExpertCache",
     "ExpertRunner",

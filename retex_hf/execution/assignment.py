@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import BASE
 from ..errors import TaskError
-
-# PEFT's name, in `adapter_names`, of the model without an adapter.
-BASE = "__base__"
 
 
 @dataclass

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ INSEPARABLE = (
     "past_key_values", "cache_params", "streamer", "prefix_allowed_tokens_fn", "assistant_model", "return_loss",
     "synced_gpus",
 )  # fmt: skip
+# Settings of `generate` that have candidates of one row checked, as `assistant_model` does.
+ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 # Arguments of `generate` that are called with the rows of one group, under numbers of their own.
 CALLED_WITH_ROWS = ("logits_processor", "stopping_criteria")
 # Those of transformers' own that hold something of each row.
@@ -34,10 +37,19 @@ BY_PRODUCTS = frozenset({"image_hidden_states", "video_hidden_states", "audio_hi
 CACHE_FIELDS = frozenset({"past_key_values", "cache_params", "mems", "past_buckets_states", "rope_deltas"})
 
 
-def check_separable(kwargs: Mapping[str, Any], groups: int) -> None:
-    """Refuse arguments that serve one expert only."""
-    for name in INSEPARABLE:
-        if kwargs.get(name) is not None and kwargs[name] is not False:
+def check_separable(kwargs: Mapping[str, Any], groups: int, option: Callable[[str], Any] | None = None) -> None:
+    """Refuse arguments that serve one expert only.
+
+    Args:
+        kwargs: The arguments of the call.
+        groups: How many experts it needs.
+        option: Looks up a setting that the call leaves to a configuration; given for `generate`.
+    """
+    given = {name: kwargs.get(name) for name in INSEPARABLE}
+    if option is not None:  # None in a call switches off what a configuration says
+        given |= {name: kwargs[name] if name in kwargs else option(name) for name in ASSISTED}
+    for name, value in given.items():
+        if value is not None and value is not False:
             raise InputError(
                 f"{name!r} cannot serve the {groups} experts this batch needs: call once per task with task=."
             )
@@ -114,7 +126,14 @@ class Joiner:
             return type(first)(self.join(list(parts), name, _below(path, index)) for index, parts in longest)
         if self.proof is not None and path in self.proof.refused:
             raise self._unproven(path)
-        if all(output == first for output in outputs):
+        if isinstance(first, np.ndarray):
+            # Nothing has proven where its rows are; arrays that are equal may be so by chance.
+            what = f"The output {path!r}" if path else "The output"
+            raise CannotJoin(
+                f"{what} is a numpy array, and those of several experts cannot be put together: return a tensor, or "
+                "call once per task with task=."
+            )
+        if all(_is_equal(output, first) for output in outputs):
             return first
         raise CannotJoin(f"The outputs {name!r} of several experts cannot be combined: call once per task with task=.")
 
@@ -141,9 +160,9 @@ class Joiner:
         return kind(entries[index] for index in range(len(owner)))
 
     def _is_list_of_rows(self, outputs: list[Any]) -> bool:
-        """A list with one entry per row (Whisper's segments); lists of tensors have one per layer or step."""
+        """A list with one entry per row (Whisper's segments); lists of tensors or arrays have one per layer or step."""
         return all(
-            isinstance(output, list) and len(output) == len(group) and not isinstance(output[0], Tensor)
+            isinstance(output, list) and len(output) == len(group) and not isinstance(output[0], (Tensor, np.ndarray))
             for output, group in zip(outputs, self.groups, strict=True)
         )
 
@@ -257,6 +276,14 @@ class Joiner:
         """Beam indices count the beams of a group; make them count the beams of the batch. -1 marks the end."""
         rows = group.to(indices.device)[indices.clamp(min=0) // self.num_beams]
         return torch.where(indices < 0, indices, rows * self.num_beams + indices % self.num_beams)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Whether two values of any class are equal; not so where comparing them gives no answer."""
+    try:
+        return bool(value == other)
+    except Exception:  # of tables, say, whose comparison is a table
+        return False
 
 
 def _below(path: str, key: Any) -> str:

@@ -220,7 +220,8 @@ class ExpertRunner:
         whole = self._whole(method, kwargs)
         if len(groups) == 1:
             return Splitter(rows, whole, {}), None
-        check_separable(kwargs, len(groups))
+        settings = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        check_separable(kwargs, len(groups), settings if method == "generate" else None)
         if method == "forward" and kwargs.get("use_cache") is True:
             raise InputError(
                 f"'use_cache' asks for a cache, and those of the {len(groups)} experts this batch needs cannot be put "

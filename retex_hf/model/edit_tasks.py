@@ -233,6 +233,20 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
     )
 
 
+def delete_tasks(parts: RetexParts, names: list[str]) -> RetexParts:
+    """The parts of a model without some of its tasks; the names are checked before any is deleted."""
+    tasks = parts.config.tasks
+    for name in names:
+        task_index(name, tasks)
+    if len(set(names)) < len(names):
+        raise TaskError(f"{names} names a task twice.")
+    if 1 < len(names) == len(tasks):
+        raise TaskError(f"{names} are all the tasks; a model of no tasks is the merged model itself.")
+    for name in names:
+        parts = delete_task(parts, name)
+    return parts
+
+
 def _check_request(
     parts: RetexParts, name: str, expert: Any, references: Iterable[Any] | None, tolerance: float | None
 ) -> None:

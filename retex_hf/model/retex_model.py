@@ -40,7 +40,7 @@ from ..routing import (
 )
 from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
 from ..utils.paths import as_path
-from .edit_tasks import AddedTask, add_task, delete_task
+from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks
 from .export.lora import LoraExport, export_lora
 from .peft_names import LOADING, SAVING, check_options
 from .routed_model import RoutedModel
@@ -212,7 +212,8 @@ class RetexModel(RoutedModel):
 
     def _of_tasks(self, names: Iterable[str]) -> RetexModel:
         """A model of some of the tasks."""
-        kept, parts = list(names), self.parts()
+        parts = self.parts()
+        kept = list(names) if isinstance(names, Iterable) else []
         if isinstance(names, str) or not kept:
             raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {self.tasks}.")
         for name in kept:
@@ -220,7 +221,10 @@ class RetexModel(RoutedModel):
         for name in parts.config.tasks:
             if name not in kept:
                 parts = delete_task(parts, name)
-        return type(self)(parts)
+        # Not a new model: that would put the merged model, which both share, into evaluation mode.
+        selected = self._frozen()
+        selected._adopt(parts)
+        return selected
 
     def save_description(self, save_directory: str | Path) -> None:
         """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
@@ -407,6 +411,11 @@ class RetexModel(RoutedModel):
         if self.retex_config.signatures == "weights":
             self._sign(WeightSignatures.fit(self._scorer, self._as_pool(references)))
             return {}
+        if not isinstance(references, Mapping):
+            raise InputError(
+                f"fit_signatures takes a dict of task name to batches, not {type(references).__name__}; "
+                f"the tasks are {self.tasks}."
+            )
         for task in references:
             task_index(task, self.tasks)
         missing = [task for task in self.tasks if task not in references]
@@ -547,12 +556,12 @@ class RetexModel(RoutedModel):
 
     def delete_adapter(self, adapter_name: str | list[str]) -> None:
         """PEFT's name for [`delete_task`]; of several tasks, all are deleted, or none."""
+        if not isinstance(adapter_name, Iterable):
+            raise TaskError(f"Expected a task or a list of tasks, not {adapter_name!r}; the tasks are {self.tasks}.")
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        parts = before = self.parts()
-        for name in names:
-            parts = delete_task(parts, name)
+        parts = self.parts()
         if names:
-            self._exchange(before, parts)
+            self._exchange(parts, delete_tasks(parts, names))
 
     # ---- one expert, apart -------------------------------------------------------------------------------------------
 
@@ -632,10 +641,12 @@ class RetexModel(RoutedModel):
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
 
+    @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
     def _expert(self, task: str | Mixture) -> nn.Module:
-        """An expert to look at or to copy: one that stays at hand, unless it is tied to a shared trunk."""
+        """An expert to look at or to copy, without gradients: a cached one, unless it is tied to a shared trunk, or
+        training changes its weights."""
         runner = self._frozen()._runner()
-        cache = ExpertCache(0) if runner.trunk else runner.cache
+        cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
         runner = dataclasses.replace(runner, trunk=[], cache=cache)
         if isinstance(task, Mixture):
             first = task_index(task.names[0], runner.tasks)

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from ..artifact.state import RetexParts
 from ..backends import as_inputs, library_of
-from ..config import routing_options
+from ..config import BASE, routing_options
 from ..data.labels import best_label
 from ..errors import ConfigError, InputError, RetexError, TaskError
 from ..execution import (
-    BASE,
     Assignment,
     ExpertCache,
     ExpertRunner,

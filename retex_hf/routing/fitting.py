@@ -21,7 +21,12 @@ LABEL_NAMES = ("labels", "label", "label_ids")
 
 def as_batches(batches: Any) -> Iterable[Any]:
     """An iterable of batches; a single batch is one too."""
-    return [batches] if isinstance(batches, (Mapping, Tensor)) else batches
+    if isinstance(batches, (Mapping, Tensor)):
+        return [batches]
+    # Not `iter`, which would start the workers of a `DataLoader`; a `Dataset` has items only.
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise InputError(f"Batches must be dicts or tensors, one or an iterable of them, not {type(batches).__name__}.")
+    return batches
 
 
 def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -127,6 +127,11 @@ def test_wrong_recipes_are_refused(values, message):
         (Recipe(base="b", experts={"a": "e", "c": "e"}, data={"c": "d"}), "no source for the task 'a'"),
         (Recipe(base="b", experts={"a": "e"}, changes=[{"dance": 1}]), "an add, a remove or a sign"),
         (Recipe(base="b", experts={"a": "e"}, changes=[{"add": "x"}]), "must name its expert"),
+        (Recipe(base="b", experts={"__base__": "e"}), "cannot be called '__base__'"),
+        (
+            Recipe(base="b", experts={"a": "e"}, changes=[{"add": "__base__", "expert": "e"}]),
+            "cannot be called '__base__'",
+        ),
         (Recipe(base="b", experts={"a": "e"}, threads=0), "threads must be a positive number"),
         (Recipe(base="b", experts={"a": "e"}, training={"steps": 3}), "nothing to train"),
     ],

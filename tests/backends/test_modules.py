@@ -246,6 +246,81 @@ def test_a_module_that_cannot_be_copied_is_refused():
         RetexModel.from_experts(base, {"a": base}, progress=False)
 
 
+class WithArray(nn.Linear):
+    def forward(self, x: Tensor) -> dict:
+        y = super().forward(x)
+        return {"y": y, "array": y.detach().numpy()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("execution", ["grouped", "auto", "mixed"])
+def test_a_numpy_array_among_the_outputs_is_refused_for_several_experts(execution: str):
+    base = WithArray(3, 3).eval()
+    model = RetexModel.from_experts(base, experts_of(base), progress=False, execution=execution)
+    with pytest.raises(InputError, match=r"^The output 'array' is a numpy array"):
+        model(torch.randn(4, 3), task=ROWS)
+    assert model(torch.randn(4, 3), task="a")["array"].shape == (4, 3)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU()).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # which is deprecated, and still in use
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: torch.jit.script(plain()), "is"),
+        (lambda: torch.jit.trace(plain(), torch.randn(2, 3)), "is"),
+        (lambda: nn.Sequential(torch.jit.script(plain())), "holds"),
+    ],
+    ids=["scripted", "traced", "within"],
+)
+def test_torchscript_is_refused(made, says: str, tmp_path: Path):
+    base = plain()
+    for folder in (None, tmp_path / "built"):
+        with pytest.raises(CheckpointError, match=f"^the base {says} a TorchScript module, .*: give the module that"):
+            RetexModel.from_experts(made(), {"a": made()}, progress=False, output_dir=folder)
+        with pytest.raises(CheckpointError, match=f"^expert 'b' {says} a TorchScript module"):
+            RetexModel.from_experts(base, {"a": base, "b": made()}, progress=False, output_dir=folder)
+    model = RetexModel.from_experts(base, {"a": base}, progress=False)
+    with pytest.raises(CheckpointError, match=f"^expert 'b' {says} a TorchScript module"):
+        model.add_task("b", made(), progress=False)
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ArtifactError, match=f"of make_model {says} a TorchScript module"):
+        RetexModel.from_pretrained(tmp_path / "saved", make_model=made)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+        self.norm = nn.LazyBatchNorm1d()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def test_lazy_modules_are_refused_until_they_have_run(tmp_path: Path):
+    base = Lazy()
+    base(torch.randn(2, 3))
+    experts = experts_of(base.eval())
+    says = "tensor 'layer.weight' has no shape yet: run the module once first"
+    for folder in (None, tmp_path / "built"):
+        with pytest.raises(CheckpointError, match=f"^the base: {says}"):
+            RetexModel.from_experts(Lazy(), experts, progress=False, output_dir=folder)
+        with pytest.raises(CheckpointError, match=f"^expert 'b': {says}"):
+            RetexModel.from_experts(base, experts | {"b": Lazy()}, progress=False, output_dir=folder)
+        with pytest.raises(CheckpointError, match=f"^expert 'b': {says}"):
+            RetexModel.from_experts(base, experts | {"b": Lazy().state_dict()}, progress=False, output_dir=folder)
+    model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), progress=False)
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(model(x, task="b"), experts["b"](x), rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ArtifactError, match=f"the Lazy of make_model: {says}"):
+        RetexModel.from_pretrained(tmp_path / "saved", make_model=Lazy)
+
+
 class Both(nn.Module):
     """Takes a list of two inputs."""
 

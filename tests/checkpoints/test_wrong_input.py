@@ -371,6 +371,11 @@ def test_bad_task_name(base, experts, name):
     refuse(message, base, {name: experts["red"]}, error=ConfigError)
 
 
+def test_the_merged_models_name_is_no_task(base, experts):
+    message = "^A task cannot be called '__base__': in adapter_names that means the merged model.$"
+    refuse(message, base, {"red": experts["red"], "__base__": experts["green"]}, error=ConfigError)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,6 +11,7 @@ from families import FAMILIES
 from helpers import MIXED, TASKS, assert_same, build_retex
 from hubs import WRITE, serving
 from peft import LoraModel, PeftModel
+from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 from retex_hf import ConfigError, InputError, RetexError, RetexModel, TaskError
@@ -219,6 +220,23 @@ def test_merging_has_no_progress_bar(bert):
         model.merge_and_unload("red", progressbar=True)
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["red", "pink"], r"^Unknown task 'pink'; the tasks are \['red', 'green', 'blue'\]\.$"),
+        (["red", 3], r"^Unknown task 3; the tasks are \['red', 'green', 'blue'\]\.$"),
+        (["red", "red"], r"^\['red', 'red'\] names a task twice\.$"),
+        (TASKS, r"^\['red', 'green', 'blue'\] are all the tasks; a model of no tasks is the merged model itself\.$"),
+        (None, r"^Expected a task or a list of tasks, not None; the tasks are \['red', 'green', 'blue'\]\.$"),
+    ],
+)
+def test_wrong_tasks_are_not_deleted_and_neither_are_the_others(bert, names, says):
+    model, _ = bert
+    with pytest.raises(TaskError, match=says):
+        model.delete_adapter(names)
+    assert model.tasks == TASKS
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +250,8 @@ def test_selected_tasks_are_saved(bert, tmp_path):
         assert_same(loaded(**INPUTS, task=task), model(**INPUTS, task=task), rtol=1e-4, atol=1e-5)
     with pytest.raises(TaskError, match="Unknown task 'pink'"):
         model.save_pretrained(tmp_path / "c", selected_adapters=["pink"])
+    with pytest.raises(TaskError, match="Expected a list of tasks, not 3"):
+        model.save_pretrained(tmp_path / "c", selected_adapters=3)
     assert not (tmp_path / "c").exists()
 
 
@@ -276,6 +296,51 @@ def test_the_merged_model_is_unloaded(bert):
     with model.disable_adapter():
         assert_same(model.unload()(**INPUTS), model(**INPUTS), exact=True)
     assert model.unload() is not model.get_base_model()
+
+
+@pytest.mark.parametrize("forward", ["none", "with gradients", "without"])
+@pytest.mark.parametrize("name", ["bert", "bert-classifier"])
+def test_training_mode_gives_the_same_plain_models(name, forward, tmp_path):
+    model, _ = build_retex(name)
+    expected = {task: model.recover(task) for task in TASKS}
+    mixture, merged = model.merge_and_unload(adapter_names=TASKS[:2]).state_dict(), model.unload().state_dict()
+    model.train()
+    inputs = FAMILIES[name].inputs(len(MIXED))
+    if forward == "with gradients":
+        assert next(iter(model(**inputs, task=MIXED).values())).requires_grad
+    elif forward == "without":
+        with torch.no_grad():
+            model(**inputs, task=MIXED)
+    for task in TASKS:
+        assert_same(model.recover(task), expected[task], exact=True)
+        plain = model.merge_and_unload(task, safe_merge=True)
+        assert_same(plain.state_dict(), expected[task], exact=True)
+        assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in plain.parameters())
+        assert not any(tensor.requires_grad for tensor in model.recover(task).values())
+        assert model.export_lora(task, tmp_path / task).task == task
+    assert_same(model.merge_and_unload(adapter_names=TASKS[:2]).state_dict(), mixture, exact=True)
+    assert_same(model.unload().state_dict(), merged, exact=True)
+    model.save_pretrained(tmp_path / "all")
+    model.save_pretrained(tmp_path / "two", selected_adapters=TASKS[1:])
+    assert all(part.training for part in model.get_base_model().modules())
+    for folder, tasks in {"all": TASKS, "two": TASKS[1:]}.items():
+        loaded = RetexModel.from_pretrained(tmp_path / folder)
+        assert loaded.tasks == tasks
+        for task in tasks:
+            assert_same(loaded.recover(task), expected[task], rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_of_a_model_in_training_is_that_of_this_moment():
+    model, _ = build_retex("bert")
+    model.train()
+    before = model.recover("red")
+    with torch.no_grad():
+        model(**INPUTS, task="red")
+        for parameter in model.recovery.parameters():
+            parameter.mul_(1.5)
+    changed = model.merge_and_unload("red").state_dict()
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in changed.items())
+    assert_same(model.eval().recover("red"), dict(changed), exact=True)
 
 
 # ---- what the model says of itself -----------------------------------------------------------------------------------

@@ -273,6 +273,37 @@ def test_what_serves_one_generation_is_refused_for_several_experts(name):
         model.generate(**inputs, **OPTIONS, **{name: lambda *_: [1]}, task=MIXED)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("use_mtp", True)]
+)
+def test_assisted_generation_is_refused_for_several_experts(name, value):
+    model, _, inputs = case("gpt2")
+    says = f"^'{name}' cannot serve the 3 experts this batch needs: call once per task with task=.$"
+    with pytest.raises(InputError, match=says):
+        model.generate(**inputs, **OPTIONS, **{name: value}, task=MIXED)
+    with pytest.raises(InputError, match=says):
+        model.generate(**inputs, generation_config=GenerationConfig(**OPTIONS, **{name: value}), task=MIXED)
+
+
+def test_assisted_generation_that_the_model_is_set_to_is_refused_unless_switched_off():
+    model, _ = build_retex("gpt2")
+    inputs = prompts(2)
+    expected = model.generate(**inputs, **OPTIONS, task=MIXED[:2])
+    model.generation_config.prompt_lookup_num_tokens = 2
+    with pytest.raises(InputError, match="'prompt_lookup_num_tokens' cannot serve the 2 experts"):
+        model.generate(**inputs, **OPTIONS, task=MIXED[:2])
+    off = model.generate(**inputs, **OPTIONS, prompt_lookup_num_tokens=None, task=MIXED[:2])
+    assert torch.equal(off, expected)
+    model(**inputs, task=MIXED[:2])  # which generates nothing
+
+
+def test_assisted_generation_serves_one_expert():
+    model, experts, inputs = case("gpt2")
+    row = take(inputs, rows_of("red")[:1])
+    output = model.generate(**row, max_new_tokens=3, do_sample=False, prompt_lookup_num_tokens=2, task=["red"])
+    assert torch.equal(output, experts["red"].generate(**row, max_new_tokens=3, do_sample=False))
+
+
 def test_what_serves_one_generation_is_allowed_for_one_expert():
     model, _, inputs = case("gpt2")
     output = model.generate(**inputs, max_new_tokens=3, prefix_allowed_tokens_fn=lambda *_: [5], task="red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -215,6 +216,33 @@ def test_plain_values_pass_where_equal_and_are_refused_where_not():
     assert joiner().join(["same", "same"], "note") == "same"
     with pytest.raises(InputError, match="'note' of several experts cannot be combined"):
         joiner().join(["one", "another"], "note")
+
+
+@pytest.mark.parametrize(
+    ("output", "field"),
+    [
+        (lambda rows: {"array": np.zeros((rows, 2))}, " 'array'"),
+        (lambda rows: {"array": np.zeros(1)}, " 'array'"),  # equal, but nothing says that it is of no row
+        (lambda rows: {"layers": [np.zeros(2)] * rows}, " 'layers.0'"),
+        (lambda rows: np.zeros((rows, 2)), ""),
+    ],
+    ids=["rows", "one number", "list", "bare"],
+)
+def test_numpy_arrays_are_refused_by_name(output, field):
+    with pytest.raises(InputError, match=f"^The output{field} is a numpy array, .*return a tensor"):
+        joiner().join([output(2), output(1)])
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise ValueError("ambiguous")
+
+    __hash__ = None
+
+
+def test_what_cannot_be_compared_is_refused_by_name():
+    with pytest.raises(InputError, match="'table' of several experts cannot be combined"):
+        joiner().join([{"table": Incomparable()}, {"table": Incomparable()}])
 
 
 def test_nothing_stays_nothing():

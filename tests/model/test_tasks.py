@@ -428,6 +428,7 @@ def test_a_wrong_expert_leaves_the_model_as_it_was():
     [
         ("red", {}, TaskError, "has a task 'red' already"),
         ("", {}, ConfigError, "non-empty string"),
+        ("__base__", {}, ConfigError, "A task cannot be called '__base__': in adapter_names"),
         (NEW, {"tolerance": 1.5}, ConfigError, "tolerance must be a relative error between 0 and 1, not 1.5"),
         (NEW, {"tolerance": "0"}, ConfigError, "tolerance must be"),
         (NEW, {"base": "folder"}, ConfigError, "base= is for experts that are adapters"),

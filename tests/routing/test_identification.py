@@ -231,6 +231,26 @@ def test_references_that_do_not_fit_are_refused(references, error, message):
     assert model.signatures is None
 
 
+@pytest.mark.parametrize("references", [None, 3, "red", [], torch.zeros(2, 3), iter(())])
+def test_references_are_named_by_task(references):
+    model, _ = build_retex("bert")
+    kind = type(references).__name__
+    with pytest.raises(InputError, match=rf"^fit_signatures takes a dict of task name to batches, not {kind}; the "):
+        model.fit_signatures(references, progress=False)
+    with pytest.raises(
+        InputError, match=r"^Batches must be dicts or tensors, one or an iterable of them, not NoneType"
+    ):
+        model.fit_signatures(dict.fromkeys(TASKS), progress=False)
+    assert model.signatures is None
+
+
+@pytest.mark.parametrize("pool", [None, 3])
+def test_a_pool_is_made_of_batches(pool):
+    model, _ = build_retex("bert", signatures="weights")
+    with pytest.raises(InputError, match=r"^Batches must be dicts or tensors, one or an iterable of them, not "):
+        model.fit_signatures(pool, progress=False)
+
+
 def test_references_that_give_no_numbers_are_refused():
     model, _ = build_retex("vit")
     pictures = images(4)["pixel_values"]

@@ -47,7 +47,7 @@ def test_control_characters_are_written_out():
 
 def test_task_names_are_names():
     assert all(map(is_task_name, NASTY))
-    for name in ("", " a", "a\n", ESCAPES, "\ud800", "x" * 201, 3, None):
+    for name in ("", " a", "a\n", ESCAPES, "\ud800", "x" * 201, "__base__", 3, None):
         assert not is_task_name(name)
         with pytest.raises(ConfigError, match="tasks must be unique names"):
             RetexConfig(tasks=["a", name])
