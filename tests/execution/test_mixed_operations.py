@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retex_hf.execution import Group
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
 from retex_hf.execution.mixed.call import Certificate, MixedCall, Segment, _current
-from retex_hf.execution.mixed.sources import Recovered
+from retex_hf.execution.mixed.sources import Head, Recovered
 from retex_hf.execution.mixed.task_tensor import DESCRIPTIONS, ELEMENTWISE, PER_VALUE, TaskTensor
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
 from retex_hf.rows import Splitter
@@ -134,6 +134,12 @@ VECTOR_OPERATIONS = {
     "exp": ((ROWS, 7, 8), lambda x, w: x - w.exp()),
     "where": ((ROWS, 7, 8), lambda x, w: torch.where(x > 0, x, w)),
     "token": ((ROWS, 7, 8), lambda x, w: torch.cat([w.view(1, 1, 8).expand(len(x), -1, -1), x], 1)),
+    "joined token": (
+        (ROWS, 7, 8),
+        lambda x, w: torch.cat(
+            tensors=[w.view(1, 1, 8) if isinstance(w, TaskTensor) else w.expand(len(x), 1, 8), x], dim=1
+        ),
+    ),
     "repeated token": ((ROWS, 7, 8), lambda x, w: torch.cat([w.view(1, 1, 8).repeat(len(x), 1, 1), x], 1)),
 }
 
@@ -275,6 +281,20 @@ REFUSED = {
     "addcmul": lambda w, x: torch.addcmul(x, w[0], x),
     "ops.aten.mm": lambda w, x: torch.ops.aten.mm.default(x, w),
     "batch statistics": lambda w, x: F.batch_norm(x, None, None, w[0], w[0], training=True),
+    "embedding, max_norm": lambda w, x: F.embedding(torch.arange(ROWS), w, max_norm=0.1),
+    "embedding without rows, max_norm": lambda w, x: F.embedding(torch.arange(ROWS + 1), w, max_norm=0.0),
+    "embedding_bag, max_norm": lambda w, x: F.embedding_bag(torch.zeros(3, 2, dtype=torch.long), w, max_norm=0.1),
+    "relu, inplace": lambda w, x: F.relu(w, inplace=True),
+    "hardtanh, inplace": lambda w, x: F.hardtanh(w, inplace=True),
+    "exp, out": lambda w, x: torch.exp(w, out=torch.zeros(8, 8)),
+    "add, out": lambda w, x: torch.add(w, 1, out=torch.zeros(8, 8)),
+    "matmul, out": lambda w, x: torch.matmul(x, w, out=torch.zeros(ROWS, 8)),
+    "addmm, beta": lambda w, x: torch.addmm(torch.ones(8), x, w, beta=0.5),
+    "addmm, alpha": lambda w, x: torch.addmm(w[0], x, torch.eye(8), alpha=0.5),
+    "cat along rows": lambda w, x: torch.cat([w[:1], x]),
+    "cat along rows, dim": lambda w, x: torch.cat([x, w[:1]], dim=-2),
+    "concat along rows, axis": lambda w, x: torch.concat([x, w[:1]], axis=0),
+    "torch.batch_norm": lambda w, x: torch.batch_norm(x, w[0], w[0], w[0], w[0].abs(), False, 0.1, 1e-5, False),
     "native attention": lambda w, x: torch._native_multi_head_attention(
         x[None], x[None], x[None], 8, 2, w.repeat(3, 1), w[0].repeat(3), w, w[0], None, False
     ),
@@ -288,6 +308,24 @@ def test_what_has_no_row_by_row_form_is_refused(name):
     with running(a_call()), pytest.raises((MixedUnsupported, RuntimeError, TypeError)):
         REFUSED[name](weight, torch.randn(ROWS, 8))
     assert torch.equal(weight.source.merged, merged)
+
+
+IN_PLACE_BY_OPTION = {
+    "embedding": lambda w: F.embedding(torch.arange(ROWS), w, max_norm=0.1),
+    "relu": lambda w: F.relu(w, inplace=True),
+    "relu of a view": lambda w: F.relu(w.view(-1), inplace=True),
+    "relu of a part": lambda w: F.relu(w[:2], inplace=True),
+    "relu of the same": lambda w: F.relu(w.float(), inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE_BY_OPTION)
+def test_heads_are_not_written_to(name):
+    tensors = {task: torch.randn(8, 8) for task in range(TASKS)}
+    kept = deepcopy(tensors)
+    with running(a_call()), pytest.raises(MixedUnsupported, match="writes to"):
+        IN_PLACE_BY_OPTION[name](TaskTensor(tensors[0], Head("w", tensors)))
+    assert all(torch.equal(tensors[task], kept[task]) for task in kept)
 
 
 def test_a_parameter_has_no_numbers_of_its_own():
@@ -402,6 +440,10 @@ OFFERED = {
     ),
     "checkpoint": (
         lambda: Layer(lambda x, w: torch.utils.checkpoint.checkpoint(F.linear, x, w, use_reentrant=False)),
+        (ROWS, 8),
+    ),
+    "in place, without rows": (
+        lambda: Layer(lambda x, w: x @ F.dropout(F.relu(F.linear(w, w), inplace=True), 0.5, False, inplace=True)),
         (ROWS, 8),
     ),
     "a sum of the weights": (lambda: Layer(lambda x, w: x + w.sum(0)), (ROWS, 8)),

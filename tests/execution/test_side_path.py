@@ -83,6 +83,16 @@ def test_layers_that_have_no_side_path_are_refused(name, culprit):
 
 
 @torch.no_grad()
+def test_embeddings_of_bounded_norm_have_no_side_path():
+    """The bound applies to merged row and offset together, not to the merged row beside the offset."""
+    model, _ = build_retex("llama-untied", rank=4)
+    model.model.get_input_embeddings().max_norm = 0.1
+    accelerate.cpu_offload(model.model)
+    with pytest.raises(RetexError, match=r"cannot run in one pass: .*embed_tokens.*belongs to a Embedding"):
+        model(**tokens(ROWS), task=MIXED)
+
+
+@torch.no_grad()
 def test_the_affine_variant_needs_the_merged_values():
     model, _ = build_retex("llama-untied", rank=4, recovery="affine")
     accelerate.cpu_offload(model.model)

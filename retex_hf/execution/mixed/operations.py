@@ -270,7 +270,7 @@ def multi_head_attention(
     value: Tensor,
     embed_dim_to_check: int,
     num_heads: int,
-    in_proj_weight: Tensor,
+    in_proj_weight: Tensor | None,
     in_proj_bias: Tensor | None,
     bias_k: Tensor | None,
     bias_v: Tensor | None,
@@ -283,26 +283,135 @@ def multi_head_attention(
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
     use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
     is_causal: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """torch's own attention module, where keys are values: inputs are (length, rows, width)."""
-    unusual = use_separate_proj_weight or bias_k is not None or add_zero_attn or key_padding_mask is not None
-    without_rows = query.ndim != 3 or isinstance(query, TaskTensor) or isinstance(key, TaskTensor)
-    if unusual or without_rows or key is not value or (training and dropout_p):
+) -> tuple[Tensor, Tensor | None]:
+    """Compute torch's attention module with its projections row by row; inputs are (length, rows, width)."""
+    inputs = (query, key, value)
+    unusual = static_k is not None or static_v is not None or (bias_k is None) != (bias_v is None)
+    without_rows = any(x.ndim != 3 or isinstance(x, TaskTensor) for x in inputs)
+    if unusual or without_rows or (training and dropout_p):
         raise MixedUnsupported("This form of torch's multi-head attention has no row-by-row form.")
-    width = query.shape[-1]
-    projected = F.linear(key.transpose(0, 1), in_proj_weight, in_proj_bias)
-    queries = projected if query is key else F.linear(query.transpose(0, 1), in_proj_weight, in_proj_bias)
-    heads = [
-        part.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-        for part in (queries[..., :width], projected[..., width : 2 * width], projected[..., 2 * width :])
+    _check_attention(inputs, embed_dim_to_check, num_heads, key_padding_mask, attn_mask, is_causal)
+    if use_separate_proj_weight:
+        heads = _separate_projections(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias)
+    else:
+        heads = _packed_projections(inputs, in_proj_weight, in_proj_bias)
+    rows = query.shape[1]
+    # Expanding asks the call whether these are rows, which only it knows.
+    extra = [None if bias is None else bias.expand(rows, -1, -1) for bias in (bias_k, bias_v)]
+    options = {
+        "num_heads": num_heads,
+        "add_zero_attn": add_zero_attn,
+        "need_weights": need_weights,
+        "average_attn_weights": average_attn_weights,
+        "is_causal": is_causal,
+    }
+    arguments = (*heads, *extra, attn_mask, key_padding_mask)
+    if not any(isinstance(argument, TaskTensor) for argument in arguments):
+        attended = _attend(*arguments, **options)
+    elif all(isinstance(head, TaskTensor) for head in heads):
+        attended = per_task(call, _attend, arguments, options)
+    else:
+        raise MixedUnsupported("Multi-head attention of rows to what has one value per task has no row-by-row form.")
+    attended, weights = attended if need_weights else (attended, None)
+    return F.linear(attended, out_proj_weight, out_proj_bias).transpose(0, 1), weights
+
+
+def _check_attention(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    width: int,
+    num_heads: int,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+) -> None:
+    """Refuse what torch raises an error for: broadcasting would give some of it a result here."""
+    query, key, value = inputs
+    rows, target, source = query.shape[1], len(query), len(key)
+    fits = query.shape[2] == width and key.shape[1] == rows and value.shape[:2] == key.shape[:2]
+    fits = fits and not (is_causal and attn_mask is None)
+    fits = fits and (key_padding_mask is None or key_padding_mask.shape == (rows, source))
+    shapes = ((target, source), (rows * num_heads, target, source))
+    fits = fits and (attn_mask is None or tuple(attn_mask.shape) in shapes)
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if not fits or not all(mask.dtype == torch.bool or mask.is_floating_point() for mask in masks):
+        raise MixedUnsupported("torch's multi-head attention does not accept inputs or masks of these sizes or types.")
+
+
+def _packed_projections(inputs: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """Project queries, keys and values, (rows, length, width), with one matrix.
+
+    It is applied whole to each distinct input: a slice of it would have to be recovered.
+    """
+    projected = {id(x): x for x in inputs}
+    projected = {name: F.linear(x.transpose(0, 1), weight, bias).chunk(3, -1) for name, x in projected.items()}
+    return [projected[id(x)][part] for part, x in enumerate(inputs)]
+
+
+def _separate_projections(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], bias: Tensor | None) -> list[Tensor]:
+    """Project queries, keys and values, (rows, length, width), with a matrix each."""
+    biases = [None] * 3 if bias is None else bias.chunk(3)
+    parts = zip(inputs, weights, biases, strict=True)
+    return [F.linear(x.transpose(0, 1), weight, own) for x, weight, own in parts]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    *,
+    num_heads: int,
+    add_zero_attn: bool,
+    need_weights: bool,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to projected inputs, (rows, length, width), as torch does; return the weights, too, if they are needed."""
+    # torch's rule: the hint replaces the mask only where the mask is not needed for anything else.
+    is_causal = is_causal and key_padding_mask is None and not need_weights
+    key, value = _lengthened(key, bias_k, add_zero_attn), _lengthened(value, bias_v, add_zero_attn)
+    mask = _joint_mask(None if is_causal else attn_mask, key_padding_mask, num_heads, key.shape[1], query.dtype)
+    query, key, value = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (query, key, value))
+    if not need_weights:
+        attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+        return attended.transpose(1, 2).flatten(2)
+    scores = (query * query.shape[-1] ** -0.5) @ key.mT
+    weights = torch.softmax(scores if mask is None else scores + mask, -1)
+    attended = (weights @ value).transpose(1, 2).flatten(2)
+    return attended, weights.mean(1) if average_attn_weights else weights
+
+
+def _lengthened(x: Tensor, bias: Tensor | None, add_zero_attn: bool) -> Tensor:
+    """Append a learned position, and one of zeros, to projected keys or values."""
+    x = x if bias is None else torch.cat([x, bias], 1)
+    return F.pad(x, (0, 0, 0, 1)) if add_zero_attn else x
+
+
+def _joint_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int, length: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Add both masks up, (rows or 1, heads or 1, queries or 1, keys); positions appended to the keys are visible."""
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, num_heads)))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+    # True hides a position, unlike in a mask of `scaled_dot_product_attention`.
+    masks = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype == torch.bool else mask
+        for mask in masks
     ]
-    if attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = attn_mask.unflatten(0, (-1, num_heads))
-    attended = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, is_causal=is_causal and attn_mask is None)
-    output = F.linear(attended.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
-    return output.transpose(0, 1), None
+    return sum(F.pad(mask, (0, length - mask.shape[-1])) for mask in masks) if masks else None
 
 
 OPERATIONS |= {

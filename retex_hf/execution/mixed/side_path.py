@@ -95,7 +95,8 @@ def _kind(layer: nn.Module, parameters: set[str]) -> str | None:
         return None
     if isinstance(layer, Conv1D):
         return "conv1d"
-    if type(layer).forward is nn.Embedding.forward:  # others scale what they look up, or look up something else
+    # Others scale what they look up, or look up something else; `max_norm` bounds the sum of merged row and offset.
+    if type(layer).forward is nn.Embedding.forward and layer.max_norm is None:
         return "embedding"
     if isinstance(layer, nn.Embedding):
         return None

@@ -23,10 +23,12 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
 
 class TensorSource(ABC):
-    """`values(call)` has one tensor per segment; `name` is None for what was computed on the way."""
+    """`values(call)` has one tensor per segment; `name` is None for what was computed on the way, and `is_allocated`
+    says that its values share no memory with a parameter."""
 
     name: str | None
     has_one_shape = True
+    is_allocated = False
 
     @property
     def origin(self) -> Origin:
@@ -45,6 +47,7 @@ class Computed(TensorSource):
     tensors: list[Tensor]
     history: int
     name: None = None
+    is_allocated: bool = False
 
     @property
     def origin(self) -> Origin:

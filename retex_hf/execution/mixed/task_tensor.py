@@ -39,9 +39,14 @@ ELEMENTWISE = frozenset(
     {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "div",
      "__truediv__", "__rdiv__", "__rtruediv__", "true_divide", "maximum", "minimum", "where"}
 )  # fmt: skip
+JOINING = frozenset({"cat", "concat", "concatenate"})
 # Functions of several tensors that have the rows along the leading axis of all of them.
-ALIGNED = frozenset({"cat", "concat", "concatenate", "scaled_dot_product_attention"})
+ALIGNED = JOINING | {"scaled_dot_product_attention"}
 IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"})
+# Functions whose result never shares memory with a parameter: it may be written to.
+ALLOCATING = ELEMENTWISE | {
+    "linear", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "group_norm", "embedding"
+}  # fmt: skip
 
 
 # Row-by-row forms of functions, by name; filled by `operations`, which are written in terms of this module.
@@ -76,8 +81,11 @@ class TaskTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         call = current_call()
-        if _writes(name) and isinstance(args[0], cls):
-            raise MixedUnsupported(f"{name} writes to {described(args[0])}, which rows of different tasks share.")
+        first = args[0] if args and isinstance(args[0], cls) else None
+        if first is not None and (_writes(name) or (kwargs.get("inplace") and not first.source.is_allocated)):
+            raise MixedUnsupported(f"{name} writes to {described(first)}, which rows of different tasks share.")
+        if kwargs.get("max_norm") is not None:
+            raise MixedUnsupported(f"{name} with max_norm writes to a parameter, which rows of different tasks share.")
         if name in OPERATIONS:
             return OPERATIONS[name](call, func, *args, **kwargs)
         if name in ("expand", "repeat"):
@@ -117,6 +125,8 @@ def values_of(call: MixedCall, value: Any) -> list[Any]:
 
 def per_task(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Apply a function to the values of every task; the result has one value per task, too."""
+    if kwargs.get("out") is not None:
+        raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
     columns = [values_of(call, arg) for arg in args]
     named = {key: values_of(call, value) for key, value in kwargs.items()}
     results = [
@@ -125,18 +135,20 @@ def per_task(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any
     ]
     own = (tensor for tensor in _flat((args, tuple(kwargs.values()))) if isinstance(tensor, TaskTensor))
     history = (_name(func), *(tensor.source.origin for tensor in own))
+    # In place, the result is the argument, which was allocated before.
+    is_allocated = _name(func) in ALLOCATING or bool(kwargs.get("inplace"))
     if type(results[0]) in (list, tuple):
         parts = enumerate(zip(*results, strict=True))
         return type(results[0])(_computed(list(part), hash((history, number))) for number, part in parts)
-    return _computed(results, hash(history))
+    return _computed(results, hash(history), is_allocated)
 
 
-def _computed(values: list[Any], origin: int) -> TaskTensor:
+def _computed(values: list[Any], origin: int, is_allocated: bool = False) -> TaskTensor:
     if not isinstance(values[0], Tensor):
         raise MixedUnsupported(f"The model reads a {type(values[0]).__name__} from the values of several tasks.")
     if any(value.shape != values[0].shape for value in values):
         raise MixedUnsupported("The model computes with heads whose sizes differ.")
-    return TaskTensor(values[0], Computed(values, origin))
+    return TaskTensor(values[0], Computed(values, origin, is_allocated=is_allocated))
 
 
 def by_row(call: MixedCall, tensor: TaskTensor, size: int, ndim: int) -> Tensor:
@@ -212,9 +224,11 @@ def _other(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any])
     arguments = (args, tuple(kwargs.values()))
     with_rows = _with_rows(call, func, arguments)
     if not with_rows:
-        if _writes(_name(func)) or kwargs.get("out") is not None:
+        if _writes(_name(func)):
             raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
         return per_task(call, func, args, kwargs)
+    if _name(func) in JOINING and _axis(args, kwargs) in (0, -with_rows[0].ndim):
+        raise MixedUnsupported(f"{_name(func)} joins what has one value per task to rows along their own axis.")
     for value in _flat(arguments):
         fits = _name(func) in ALIGNED and value.ndim > 1 and value.shape[0] == 1
         if isinstance(value, TaskTensor) and not fits:
@@ -226,6 +240,11 @@ def _other(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any])
         return type(value)(settle(item) for item in value) if isinstance(value, (list, tuple)) else value
 
     return func(*settle(args), **{key: settle(value) for key, value in kwargs.items()})
+
+
+def _axis(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Return the axis that tensors are joined along."""
+    return args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
 
 
 def _flat(values: Any) -> list[Tensor]:
