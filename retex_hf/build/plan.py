@@ -340,7 +340,7 @@ def _open_experts(
         own = checkpoints
         checkpoints = {task: aligned_view(expert, base_checkpoint, found) for task, expert in own.items()}
         resize_tensors(model, {name: base_checkpoint.shape(name) for name in found.names})
-        library.resize_vocabulary(model, found.size, base)
+        library.resize_vocabulary(model, found.size, max(found.sizes.values()), base)
         inventory = take_inventory(model)
     experts = check_experts(
         inventory,
