@@ -576,7 +576,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _config_of(source: Source) -> PreTrainedConfig | None:
-    if isinstance(source, AdapterSource):  # beside which lie labels, at most
+    if isinstance(source, AdapterSource) and not source.own_base:  # beside which lie labels, at most
         return None
     if source.folder is not None and (source.folder / CONFIG).is_file():
         return load_config(source)
