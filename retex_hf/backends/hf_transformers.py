@@ -496,14 +496,21 @@ def vocabulary_names(model: PreTrainedModel, inventory: Inventory) -> list[str]:
     return [name for name in inventory.shapes if id(tensors[name]) in own and len(tensors[name]) == size]
 
 
-def resize_vocabulary(model: PreTrainedModel, size: int, base: Source) -> None:
-    """Tell a model of the number of tokens that its tensors have; special tokens beyond it are the base's."""
+def resize_vocabulary(model: PreTrainedModel, size: int, widest: int, base: Source) -> None:
+    """Tell a model of the number of tokens that its tensors have; special tokens beyond it are the base's.
+
+    `widest` is the largest vocabulary of a task. Numbers beyond it are nobody's token (defaults of a configuration that
+    was given a smaller vocabulary): they stay.
+    """
     config = _config_of(base)
+    own = {} if config is None else _token_ids(config)
+
+    def is_added(value: Any) -> bool:
+        return any(size <= number < widest for number in _as_list(value))
+
     for holder in filter(None, (model.config, getattr(model, "generation_config", None))):
-        beyond = [key for key, value in _token_ids(holder).items() if max(_as_list(value)) >= size]
-        ids = {key: None if config is None else getattr(config.get_text_config(), key, None) for key in beyond}
-        ids = {key: value if value is not None and max(_as_list(value)) < size else None for key, value in ids.items()}
-        _set_token_ids(holder, ids)
+        added = [key for key, value in _token_ids(holder).items() if is_added(value)]
+        _set_token_ids(holder, {key: own[key] if key in own and not is_added(own[key]) else None for key in added})
     set_vocabulary(model, size, {})
     for module in model.modules():
         if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= len(module.weight):
@@ -528,11 +535,16 @@ def set_vocabulary(model: PreTrainedModel, size: int, token_ids: Mapping[str, An
             module.out_features = len(module.weight)
 
 
-def own_token_ids(model: PreTrainedModel, source: Source) -> dict[str, Any]:
-    """Special tokens that a checkpoint's configuration gives other numbers than the model's."""
-    config = _config_of(source)
+def own_token_ids(model: PreTrainedModel, source: Source, size: int) -> dict[str, Any]:
+    """Special tokens that a checkpoint's configuration gives other numbers than the model's, as far as they are among
+    its `size` tokens."""
+    config, found = _config_of(source), {}
     known = _token_ids(model.config)
-    return {} if config is None else {key: v for key, v in _token_ids(config).items() if known.get(key) != v}
+    for key, value in ({} if config is None else _token_ids(config)).items():
+        inside = [number for number in _as_list(value) if 0 <= number < size]
+        if known.get(key) != value and inside:
+            found[key] = inside if isinstance(value, (list, tuple)) else inside[0]
+    return found
 
 
 def check_configuration(model: PreTrainedModel, source: Source) -> None:
@@ -564,7 +576,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _config_of(source: Source) -> PreTrainedConfig | None:
-    if isinstance(source, AdapterSource):  # beside which lie labels, at most
+    if isinstance(source, AdapterSource) and not source.own_base:  # beside which lie labels, at most
         return None
     if source.folder is not None and (source.folder / CONFIG).is_file():
         return load_config(source)

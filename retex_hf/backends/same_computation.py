@@ -23,8 +23,10 @@ EPSILONS = ("eps", "epsilon", "variance_epsilon")
 def check_alike(model: nn.Module, source: Source, make: Callable[[Path, Source], nn.Module] | None = None) -> None:
     """Refuse a checkpoint whose model computes otherwise than `model`, as far as modules show it. `make` makes the
     model that a folder describes."""
-    other = None if isinstance(source, AdapterSource) else source.model
-    if other is None and make is not None and source.folder is not None and not isinstance(source, AdapterSource):
+    # Beside an adapter's files lies no model.
+    complete = not isinstance(source, AdapterSource) or source.own_base
+    other = source.model if complete else None
+    if other is None and make is not None and source.folder is not None and complete:
         other = make(source.folder, source)
     if other is None:
         return

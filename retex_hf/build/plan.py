@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
+from peft import PeftModel
 from torch import Tensor, nn
 
 from ..artifact.recipe import PACKAGES, describe_build
@@ -271,8 +272,10 @@ def _copied(source: Source, on_meta: bool) -> nn.Module:
 
 def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
     """The options to load with what was built from modules of somebody's own class: copies of one are loaded into."""
-    given = [spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module)]
-    module = extract_model_from_parallel(given[0], keep_torch_compile=False) if given else None
+    given = (spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module))
+    modules = (extract_model_from_parallel(spec, keep_torch_compile=False) for spec in given)
+    # A PeftModel is a wrapper around the class, and what is built has no such.
+    module = next((module for module in modules if not isinstance(module, PeftModel)), None)
     if module is None or library_of(module) is not plain_modules:
         return {}
     return {"make_model": lambda: deepcopy(module).requires_grad_(False)}
@@ -339,7 +342,7 @@ def _open_experts(
         own = checkpoints
         checkpoints = {task: aligned_view(expert, base_checkpoint, found) for task, expert in own.items()}
         resize_tensors(model, {name: base_checkpoint.shape(name) for name in found.names})
-        library.resize_vocabulary(model, found.size, base)
+        library.resize_vocabulary(model, found.size, max(found.sizes.values()), base)
         inventory = take_inventory(model)
     experts = check_experts(
         inventory,

@@ -13,10 +13,9 @@ from functools import partial
 from math import sqrt
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +25,7 @@ from .adapted_layers import Change, Entry, Layers, layer_changes
 from .adapted_modules import AdaptedModules, submodule
 from .expert_set import Entries, check_floating
 from .patterns import Patterns
-from .sources import MemorySource, Source, TensorInfo, check_plain, open_state_dict
+from .sources import MemorySource, Source, TensorInfo
 from .tuners import REMEDY, TunerSettings, tuner_of
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
@@ -82,6 +81,8 @@ class AdapterSource(Source):
 
     tensors: Source | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    # Whether the source holds the base's tensors too, changed already: then it is the whole expert.
+    own_base: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.kind = self.settings["peft_type"]
@@ -170,9 +171,7 @@ def _check_settings(label: str, settings: dict[str, Any]) -> None:
 
 def _check_lora(label: str, settings: dict[str, Any]) -> None:
     """Refuse variants of LoRA that are not read, and numbers that peft does not write."""
-    for option in VARIANTS:
-        if settings.get(option):
-            raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
+    check_variants(label, settings)
     begun = settings.get("init_lora_weights")
     if not any(begun is known or (isinstance(known, str) and begun == known) for known in INITIALISATIONS):
         raise CheckpointError(
@@ -194,6 +193,13 @@ def _check_lora(label: str, settings: dict[str, Any]) -> None:
                 )
 
 
+def check_variants(label: str, settings: dict[str, Any]) -> None:
+    """Refuse options of LoRA with which no weight stands for what the adapter computes."""
+    for option in VARIANTS:
+        if settings.get(option):
+            raise CheckpointError(f"{label} is a LoRA adapter with {option}, which is not read: {REMEDY}.")
+
+
 RANK, ALPHA = f"a whole number above 0, and at most {LARGEST_RANK}", f"a number from 0 to {LARGEST_ALPHA:g}"
 
 
@@ -205,36 +211,13 @@ def _is_alpha(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_ALPHA
 
 
-def open_peft_model(model: PeftModel, label: str) -> AdapterSource:
-    """A source over the active adapter of a `PeftModel`."""
-    active = model.active_adapters
-    if len(active) != 1:
-        raise CheckpointError(f"{label} is a PeftModel whose active adapters are {active}: expected exactly one.")
-    settings = model.peft_config[active[0]].to_dict()
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    settings["peft_type"] = str(settings["peft_type"].value)
-    prefix = tuner_of(settings["peft_type"], label).prefix
-    for name, parameter in model.named_parameters():
-        if f".{prefix}" in name:  # before peft looks at them
-            check_plain(f"{label}: tensor {name!r}", parameter)
-    tensors = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
-    origin = settings.get("base_model_name_or_path") or type(model.get_base_model()).__name__
-    return open_adapter(
-        open_state_dict(tensors, label),
-        settings,
-        model=model.get_base_model(),
-        provenance={
-            "source": "memory",
-            "id": Path(origin).name if Path(origin).is_absolute() else origin,
-        },
-    )
-
-
 def align_source(library: ModuleType, model: nn.Module, source: Source, base: Entries) -> tuple[Entries, list[str]]:
     """An expert's tensors under a model's names, and its names that the model does not have. As `library.align`, but an
-    adapter is laid over the `base`, which is aligned already."""
+    adapter without a base of its own is laid over the `base`, which is aligned already."""
     if not isinstance(source, AdapterSource):
         return library.align(model, source)
+    if source.own_base:
+        return _align_whole(library, model, source)
     plain, deltas, layers = _sort(source, model)
     originals, values, deltas = (_aligned(library, model, source, part) for part in (*plain, deltas))
     ties = {name: names for names in _ties(model) for name in names}
@@ -265,6 +248,18 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
         if found or any(name in originals for name in names):
             entries |= dict.fromkeys(names, known)
     return entries, []
+
+
+def _align_whole(library: ModuleType, model: nn.Module, source: AdapterSource) -> tuple[Entries, list[str]]:
+    """Align an adapter that comes with its base; what is tied in the model may differ by rounding only."""
+    parts = {name: (info, partial(source.read, name)) for name, info in source.infos.items()}
+    entries, unexpected = library.align(model, _Lazy(source.label, source.infos, entries=parts))
+    for names in _ties(model):
+        present = [name for name in names if name in entries]
+        if len(present) > 1:
+            label, reads = f"{source.label}: tensor {names[0]!r}", [entries[name][1] for name in present]
+            entries |= dict.fromkeys(present, (entries[present[0]][0], partial(_read_alike, label, reads)))
+    return entries, unexpected
 
 
 def _changed(

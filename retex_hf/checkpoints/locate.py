@@ -21,9 +21,10 @@ from ..utils.hub_errors import HUB_ERRORS, check_token, explain, without_secrets
 from ..utils.paths import as_path
 from ..utils.strict_files import check_links, read_json
 from ..utils.terminal import visible
-from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter, open_peft_model
+from .adapters import ADAPTER_CONFIG, ADAPTER_STEM, is_adapter, open_adapter
 from .gguf_files import SUFFIX as GGUF_SUFFIX
 from .gguf_files import find_gguf, open_gguf
+from .peft_models import open_peft_model
 from .quantized import FLOAT8, unpack
 from .sources import Source, check_module, open_files, open_state_dict, weight_files
 
@@ -63,12 +64,13 @@ def open_source(
     `spec` is a folder of transformers, OpenCLIP, timm or diffusers, a Hub id (`org/name`, `org/name@revision`,
     `org/name/subfolder`), OpenCLIP's `local-dir:PATH` or `hf-hub:org/name`, a weight file (also `org/name/file.gguf`),
     a module, or a state dict. `label` names it in messages.
-    With `adapters` it may also be a PEFT adapter: a folder, a Hub id or a `PeftModel`; see `align_source`.
+    With `adapters` it may also be a PEFT adapter: a folder or a Hub id, see `align_source`, or a `PeftModel`.
     """
+    if isinstance(spec, nn.Module):
+        spec = extract_model_from_parallel(spec, keep_torch_compile=False)  # of DDP and of torch.compile
     if isinstance(spec, PeftModel):
         return open_peft_model(spec, label) if adapters else _refuse_adapter(label, "a PeftModel")
     if isinstance(spec, nn.Module):
-        spec = extract_model_from_parallel(spec, keep_torch_compile=False)  # of DDP and of torch.compile
         whole = spec if _is_sentence_transformer(spec) else None
         spec = spec if whole is None else _transformer_in(whole, label)
         check_module(spec, label)

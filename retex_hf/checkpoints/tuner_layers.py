@@ -49,7 +49,7 @@ def merge_module(
     """
     _check_indices(parts, parameters["weight"])
     floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in parts.items()}
-    with _aside(), torch.no_grad():
+    with aside(), torch.no_grad():
         wrapped = _wrap(kind, settings, _with_parameters(owner, parameters))
         _load(wrapped, kind, floats)
         try:
@@ -72,7 +72,7 @@ def derive_projections(kind: str, settings: Mapping[str, Any], rows: int, column
         raise CheckpointError(f"asks for random projections of {brief(rank)} times {max(rows, columns)} numbers")
     largest = nn.Linear(columns, rows, bias=False, device="meta")
     largest.weight = nn.Parameter(torch.zeros(1, 1).expand(rows, columns), requires_grad=False)  # takes no memory
-    with _aside():
+    with aside():
         tuner = _wrap(kind, settings, largest).base_model
     return {name: getattr(tuner, name)["default"] for name in PROJECTIONS[kind]}
 
@@ -94,7 +94,7 @@ def slice_projections(kind: str, projections: Mapping[str, Tensor], rows: int, c
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """Within this context, peft's layers leave no trace: chance is as it was before, options that do not fit are not
     warned of (the tensors are compared with them), and BOFT does not have a compiler make an extension for GPUs."""
     extension = boft_layer._FBD_CUDA

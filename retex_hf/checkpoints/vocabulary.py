@@ -166,4 +166,4 @@ def describe_vocabulary(
     tokenizer of its own is kept."""
     folder = tokenizer_folder(source)
     differs = folder is not None and (base_folder is None or is_other_tokenizer(base_folder, folder))
-    return {"size": size, "token_ids": library.own_token_ids(model, source), "tokenizer": differs}
+    return {"size": size, "token_ids": library.own_token_ids(model, source, size), "tokenizer": differs}

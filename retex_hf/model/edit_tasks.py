@@ -282,10 +282,13 @@ def _check_request(
 
 
 def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
-    """The base that an adapter is laid over: the caller's, since what an artifact's recipe names is not asked for."""
+    """The base that an adapter is laid over: the caller's, since what an artifact's recipe names is not asked for. A
+    `PeftModel` has its own, whatever the caller names."""
     if not isinstance(source, AdapterSource):
         if base is not None:
             raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
+        return None
+    if source.own_base:
         return None
     if base is None:
         named = (parts.recipe or {}).get("base")

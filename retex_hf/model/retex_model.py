@@ -115,8 +115,8 @@ class RetexModel(RoutedModel):
             experts: `{task name: expert}`. Base and experts may each be a folder of transformers, OpenCLIP, timm or
                 diffusers, a Hub id (`org/name` or `org/name@revision`), `local-dir:PATH`, `hf-hub:org/name`, a weight
                 file, a module (of any class) or a state dict. Tensors are read one at a time; files are memory-mapped.
-                An expert may also be a PEFT adapter on the base (its folder, its Hub id or a `PeftModel`), which is
-                merged tensor by tensor, a quantised checkpoint, or a GGUF file; see docs/experts.md.
+                An expert may also be a PEFT adapter on the base (its folder or its Hub id), which is merged tensor by
+                tensor, a `PeftModel` with its own base, a quantised checkpoint, or a GGUF file; see docs/experts.md.
             config: Defaults to `RetexConfig()`.
             solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
             training: Settings of `"adam"`.
@@ -492,7 +492,7 @@ class RetexModel(RoutedModel):
             expert: As in [`from_experts`].
             references: Inputs of the new task, batches as in [`fit_signatures`]: needed where the model tells its
                 tasks apart by reference inputs. Where scores of `signatures="weights"` are centred on a pool: a pool.
-            base: The model that an expert given as adapter was trained on.
+            base: The model that an expert given as adapter was trained on; a `PeftModel` has its own.
             tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly, 1 never
                 adds rank. By default it is that of the other tasks in the same parameter (in parameters that the
                 others left as merged: the median over all matrices). A model of a `rank_budget` leaves such

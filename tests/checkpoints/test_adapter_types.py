@@ -180,8 +180,11 @@ CASES = [
 @pytest.mark.parametrize(("kind", "model", "options"), CASES)
 def test_linear_layers(kind, model, options, tmp_path):
     base = MODELS[model]()
-    adapt(base, kind, target_modules=TARGETS[model], **options).save_pretrained(tmp_path)
-    check(base, tmp_path, changed=2)
+    adapter = adapt(base, kind, target_modules=TARGETS[model], **options)
+    adapter.save_pretrained(tmp_path)
+    expected = check(base, tmp_path, changed=2)
+    # In memory it is read without its configuration, off its own layers.
+    assert_same(read(base, adapter), expected, rtol=1e-5, atol=1e-6)
 
 
 LORA = {

@@ -149,6 +149,61 @@ def test_special_tokens_of_a_task_are_its_own():
     )
 
 
+OUTSIDE = 50256  # which GPT2Config names whatever the size of its vocabulary
+
+
+def small_gpt2(**options) -> nn.Module:
+    torch.manual_seed(0)
+    config = tf.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, **options)
+    return tf.GPT2LMHeadModel(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [["red", "green"], ["green", "red"]])
+def test_special_tokens_outside_of_all_vocabularies(order, tmp_path, caplog):
+    """They are nobody's tokens: what all experts share stays, and is not warned of."""
+    base = small_gpt2()
+    assert base.config.bos_token_id == base.config.eos_token_id == OUTSIDE
+    experts = {"red": perturb(base, 0), "green": perturb(resized(base, VOCAB + 2), 1)}
+    first = {task: experts[task] for task in order}
+    with caplog.at_level(logging.INFO, logger="retex_hf"):
+        model = RetexModel.from_experts(base, first, RetexConfig(rank="full"), progress=False)
+        model.add_task("blue", perturb(resized(base, VOCAB + 6), 2), progress=False)
+    assert not [record for record in caplog.records if record.name.startswith("retex_hf")]
+    assert not any(found["token_ids"] for found in model.retex_config.vocabulary.values())
+    model.save_pretrained(tmp_path / "artifact")
+    for found in (model, RetexModel.from_pretrained(tmp_path / "artifact")):
+        assert_recovered(found, experts)
+        assert found.get_base_model().config.eos_token_id == OUTSIDE
+        assert found.merge_and_unload("green").config.bos_token_id == OUTSIDE
+
+
+def test_special_tokens_outside_of_one_vocabulary(caplog):
+    """An expert's number that is no token of its own gives way to the others', which is said."""
+    base = small_gpt2(bos_token_id=1, eos_token_id=2)
+    other = perturb(resized(base, VOCAB + 2), 1)
+    other.config.bos_token_id, other.config.eos_token_id = OUTSIDE, [3, OUTSIDE]
+    with caplog.at_level(logging.WARNING, logger="retex_hf"):
+        model = RetexModel.from_experts(
+            base, {"red": perturb(base, 0), "green": other}, RetexConfig(rank="full"), progress=False
+        )
+    assert (
+        f"expert 'green' has bos_token_id={OUTSIDE} in its configuration, and the other experts have 1" in caplog.text
+    )
+    assert model.retex_config.vocabulary["green"]["token_ids"] == {"eos_token_id": [3]}
+    assert model.merge_and_unload("green").config.bos_token_id == 1
+
+
+def test_a_token_that_only_an_expert_has_is_not_the_merged_models():
+    """Though the base's configuration names it already, because its table was not resized."""
+    base = small_gpt2(bos_token_id=1, eos_token_id=2)
+    other = perturb(resized(base, VOCAB + 2), 1)
+    base.config.pad_token_id = other.config.pad_token_id = VOCAB + 1
+    model = RetexModel.from_experts(base, {"green": other}, RetexConfig(rank="full"), progress=False)
+    assert model.get_base_model().config.pad_token_id is None
+    assert model.merge_and_unload("green").config.pad_token_id == VOCAB + 1
+
+
 # ---- identification --------------------------------------------------------------------------------------------------
 
 
