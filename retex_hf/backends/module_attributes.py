@@ -94,7 +94,7 @@ def hook_difference(one: nn.Module, other: nn.Module) -> str | None:
     return None
 
 
-def is_setting(module: nn.Module, name: str, values: tuple[Any, Any]) -> bool:
+def is_setting(module: nn.Module, name: str, values: list[Any]) -> bool:
     """Whether an attribute is a setting of a library's class. What its code does not mention was set from outside, as
     a note; what only one of two modules has comes with a release or with a run."""
     if name == "forward":  # replaced, which is what hooks do too
