@@ -156,9 +156,9 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> n
     return model
 
 
-def check_configuration(model: nn.Module, source: Source) -> None:
+def check_configuration(model: nn.Module, source: Source, *, is_base: bool = False) -> None:
     """Refuse a checkpoint whose model computes otherwise than this one: another activation, another epsilon."""
-    check_alike(model, source, _described)
+    check_alike(model, source, _described, is_base=is_base)
 
 
 def _described(folder: Path, source: Source) -> nn.Module:

@@ -250,9 +250,9 @@ def num_labels(model: nn.Module) -> int | None:
     return None
 
 
-def check_configuration(model: nn.Module, source: Source) -> None:
+def check_configuration(model: nn.Module, source: Source, *, is_base: bool = False) -> None:
     """Refuse a checkpoint whose model computes otherwise than this one: with QuickGELU, say."""
-    check_alike(model, source, _described)
+    check_alike(model, source, _described, is_base=is_base)
 
 
 def _described(folder: Path, source: Source) -> nn.Module:

@@ -127,10 +127,10 @@ def vocabulary_names(model: nn.Module, inventory: Inventory) -> list[str]:
     return []
 
 
-def check_configuration(model: nn.Module, source: Source) -> None:
+def check_configuration(model: nn.Module, source: Source, *, is_base: bool = False) -> None:
     """Refuse a module that computes otherwise than this one, as far as its parts show it; of bare tensors, nothing
     does."""
-    check_alike(model, source)
+    check_alike(model, source, is_base=is_base)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

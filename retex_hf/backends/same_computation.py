@@ -3,6 +3,7 @@ activations, epsilons and the like are not."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,19 +11,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.loss import _Loss
 
 from ..checkpoints.adapters import AdapterSource
 from ..checkpoints.sources import Source
-from ..errors import CheckpointError
+from ..errors import CheckpointError, brief
+from .module_attributes import attribute_differences, hook_difference, is_setting
+
+logger = logging.getLogger(__name__)
 
 # What `extra_repr` says that no output in evaluation depends on.
 OF_TRAINING = re.compile(r"(?:^|, )(?:momentum|inplace|padding_idx|sparse|dropout|scale_grad_by_freq)=[^,]*")
 EPSILONS = ("eps", "epsilon", "variance_epsilon")
 
 
-def check_alike(model: nn.Module, source: Source, make: Callable[[Path, Source], nn.Module] | None = None) -> None:
-    """Refuse a checkpoint whose model computes otherwise than `model`, as far as modules show it. `make` makes the
-    model that a folder describes."""
+def check_alike(
+    model: nn.Module, source: Source, make: Callable[[Path, Source], nn.Module] | None = None, *, is_base: bool = False
+) -> None:
+    """Refuse a checkpoint whose model computes otherwise than `model`, as far as modules show it, and warn of
+    attributes of a user's own classes that differ.
+
+    Args:
+        model: The model that all experts run in.
+        source: The checkpoint.
+        make: Makes the model that a folder describes.
+        is_base: The checkpoint is the base, whose heads may be other modules than the experts'.
+    """
     # Beside an adapter's files lies no model.
     complete = not isinstance(source, AdapterSource) or source.own_base
     other = source.model if complete else None
@@ -30,24 +44,102 @@ def check_alike(model: nn.Module, source: Source, make: Callable[[Path, Source],
         other = make(source.folder, source)
     if other is None:
         return
-    difference = structure_difference(other, model) or _buffer_difference(other, model)
+    experts = "the experts" if is_base else "the other experts"
+    difference = (
+        structure_difference(other, model, heads=not is_base)
+        or _hook_difference(other, model)
+        or _buffer_difference(other, model)
+    )
     if difference is not None:
-        raise CheckpointError(f"{source.label}: {difference} as in the other experts: experts must compute alike.")
+        raise CheckpointError(f"{source.label}: {difference} as in {experts}: experts must compute alike.")
+    notes = [said for said, refused in _attribute_differences(other, model) if not refused]
+    if notes:
+        more = f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""
+        logger.warning("%s: %s as in %s%s: all experts get the latter.", source.label, notes[0], experts, more)
 
 
-def structure_difference(one: nn.Module, other: nn.Module) -> str | None:
-    """Say which module of `one` is of another class or of other settings than in `other`; None where none is."""
+def structure_difference(one: nn.Module, other: nn.Module, *, heads: bool = True) -> str | None:
+    """Say which module of `one` is of another class or of other settings than in `other`; None where none is. Without
+    `heads`, modules with tensors may be of other classes."""
     ours, theirs = dict(_computing(one)), dict(_computing(other))
-    for name in ours.keys() & theirs.keys():
+    for name in (name for name in ours if name in theirs):
         kinds = [class_name(model[name]).removesuffix("Fp32") for model in (ours, theirs)]
         if kinds[0] != kinds[1]:
-            return f"module {name!r} is a {kinds[0]}, not a {kinds[1]}"
+            if heads or not any(_has_tensors(model[name]) for model in (ours, theirs)):
+                return f"module {name!r} is a {kinds[0]}, not a {kinds[1]}"
+            continue
         if _shapes(ours[name]) != _shapes(theirs[name]):
             continue  # a head or a vocabulary of another size, of which its settings speak too
         settings = [_settings(model[name]) for model in (ours, theirs)]
         if settings[0] != settings[1]:
             return f"module {name!r} is a {type(ours[name]).__name__}({settings[0]}), not ({settings[1]})"
+    refused = (said for said, refused in _attribute_differences(one, other) if refused)
+    if (said := next(refused, None)) is not None or not heads:
+        return said
+    if (lone := _lone_module(one, other)) is not None:
+        return f"module {lone[0]!r} is {lone[1]}, not {lone[2]}"
+    if (lone := _lone_module(other, one)) is not None:
+        return f"module {lone[0]!r} is {lone[2]}, not {lone[1]}"
     return None
+
+
+def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """The modules that two models have under one name, the models themselves among them."""
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    for name, module in one.named_modules():
+        if name in theirs and class_name(module) == class_name(theirs[name]):
+            yield name, module, theirs[name]
+
+
+def _attribute_differences(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Say which attributes differ, each with whether it is a setting for certain."""
+    for name, ours, theirs in _pairs(one, other):
+        if _is_inert(ours) or _shapes(ours) != _shapes(theirs):
+            continue
+        for attribute, *values in attribute_differences(ours, theirs):
+            where = f"{attribute!r} of {_place(name, ours)}"
+            said = f"{where} is {brief(values[0])}, not {brief(values[1])}"
+            yield said, is_setting(ours, attribute, values)
+
+
+def _hook_difference(one: nn.Module, other: nn.Module) -> str | None:
+    for name, ours, theirs in _pairs(one, other):
+        if (said := hook_difference(ours, theirs)) is not None:
+            return f"{_place(name, ours)} {said}"
+    return None
+
+
+def _place(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"module {name!r} (a {kind})" if name else f"the model (a {kind})"
+
+
+def _lone_module(one: nn.Module, other: nn.Module) -> tuple[str, str, str] | None:
+    """Return name and class of a module of `one` without tensors (an activation) that is in `other` no module, or one
+    that does nothing, and what is there. Modules with tensors show in the names of these."""
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    for name, module in _computing(one):
+        parent, _, last = name.rpartition(".")
+        above = theirs.get(parent)
+        if above is None or class_name(above) != class_name(one.get_submodule(parent)):
+            continue
+        if _has_tensors(module) or next(module.children(), None) is not None or _is_container(module):
+            continue
+        found = theirs.get(name, vars(above).get(last))
+        if isinstance(found, nn.Module) and not _is_inert(found):
+            continue
+        if getattr(found, "__name__", "").lower() != type(module).__name__.lower():  # not F.gelu for nn.GELU
+            there = f"a {class_name(found)}" if isinstance(found, nn.Module) else brief(found)
+            return name, f"a {class_name(module)}", "missing" if found is None else there
+    return None
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(_own_tensors(part) for part in module.modules())
 
 
 def class_name(module: nn.Module) -> str:
@@ -59,9 +151,15 @@ def class_name(module: nn.Module) -> str:
 def _computing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a model by name, without those that do nothing in evaluation."""
     for name, module in model.named_modules():
-        inert = isinstance(module, (_DropoutNd, nn.Identity)) or "drop" in type(module).__name__.lower()
-        if name and not inert:
+        if name and not _is_inert(module):
             yield name, module
+
+
+def _is_inert(module: nn.Module) -> bool:
+    """Whether outputs in evaluation do not depend on a module: dropout, losses and metrics."""
+    kind = type(module)
+    inert = isinstance(module, (_DropoutNd, _Loss, nn.Identity)) or "drop" in kind.__name__.lower()
+    return inert or kind.__module__.startswith(("timm.loss.", "torchmetrics."))
 
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:

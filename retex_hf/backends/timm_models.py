@@ -15,7 +15,7 @@ from transformers import initialization as init
 
 from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.sources import Source
-from ..errors import CheckpointError, RetexError, brief, first_line
+from ..errors import CheckpointError, RetexError, first_line
 from .config_limits import check_weights, limited_model
 from .containment import contained
 from .named_tensors import align, check_names, file_form, fill, index_metadata, save_tensors, saved_names
@@ -29,7 +29,7 @@ from .plain_modules import (
     row_inputs,
     vocabulary_names,
 )
-from .same_computation import check_alike, class_name
+from .same_computation import check_alike, structure_difference
 from .untrusted_config import TIMM_DATA, vet_timm_config
 
 __all__ = [
@@ -53,8 +53,6 @@ WEIGHTS_STEM, SHARDED = "model", False  # timm reads one weight file only
 NAMES_FIELDS = False
 # Where we keep what a timm model does not: the dict of its own `config.json`.
 CONFIG_ATTRIBUTE = "timm_config"
-# Attributes of modules that say nothing of what they compute.
-NOT_SHAPE = {"training"}
 
 
 def owns(model: nn.Module) -> bool:
@@ -202,38 +200,18 @@ def describe(
 
 def _difference(model: nn.Module, made: nn.Module) -> str | None:
     """Say where two models are made in another way; None where they are not."""
-    ours, theirs = dict(model.named_modules()), dict(made.named_modules())
-    for name in {**ours, **theirs}:
-        where = f"module {name!r}" if name else "the model"
-        if name not in ours or name not in theirs:
-            return f"{where} is in one of them only"
-        if type(ours[name]) is not type(theirs[name]):
-            return f"{where} is a {class_name(ours[name])}, not a {class_name(theirs[name])}"
-        one, other = _settings(ours[name]), _settings(theirs[name])
-        for key in {**one, **other}:
-            if one.get(key) != other.get(key):
-                return f"{key!r} of {where} is {brief(one.get(key))}, not {brief(other.get(key))}"
-    tensors = made.state_dict()
+    if (difference := structure_difference(model, made)) is not None:
+        return difference
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     for name, tensor in model.state_dict().items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
+        if shapes.pop(name, None) != tuple(tensor.shape):
             return f"tensor {name!r} has shape {tuple(tensor.shape)}"
-    return None
+    return f"tensor {next(iter(shapes))!r} is missing" if shapes else None
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """The plain values among the attributes of a module."""
-    return {key: value for key, value in vars(module).items() if key not in NOT_SHAPE and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(entry) for entry in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def check_configuration(model: nn.Module, source: Source) -> None:
+def check_configuration(model: nn.Module, source: Source, *, is_base: bool = False) -> None:
     """Refuse a checkpoint whose model computes otherwise than this one: another activation, another epsilon."""
-    check_alike(model, source, _described)
+    check_alike(model, source, _described, is_base=is_base)
 
 
 def _described(folder: Path, source: Source) -> nn.Module:

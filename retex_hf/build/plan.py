@@ -176,6 +176,9 @@ def prepare(
         sentence_modules.attach(model, sentence_modules.common_modules((base_source, *sources.values())))
     inventory = take_inventory(model)
     expert_set = _open_experts(model, library, inventory, base_source, sources, config, device)
+    # An adapter computes as the base that it is laid over.
+    if check_base or any(isinstance(source, AdapterSource) for source in sources.values()):
+        check_base_configuration(_shown(model, library, sources), library, base_source)
     if check_base:
         with enough_memory("compare the experts with their base"):
             check_related(expert_set, inventory.shapes)
@@ -359,12 +362,28 @@ def _open_experts(
                 f"{base_checkpoint.label} and the experts: tensor {name!r} has shape {base_checkpoint.shape(name)}, "
                 f"but the model's configuration asks for {inventory.shapes[name]}."
             )
-    # The first expert has what a model without values has not: the numbers that no checkpoint holds.
-    given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
-    shown = next((module for module in given if module is not None and library is plain_modules), model)
+    shown = _shown(model, library, sources)
     for source in sources.values():
         library.check_configuration(shown, source)
     return experts
+
+
+def _shown(model: nn.Module, library: ModuleType, sources: dict[str, Source]) -> nn.Module:
+    """Return the model to compare others with. The first expert has what a model without values has not: the numbers
+    that no checkpoint holds."""
+    given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
+    return next((module for module in given if module is not None and library is plain_modules), model)
+
+
+def check_base_configuration(model: nn.Module, library: ModuleType, base: Source) -> None:
+    """Refuse a base that computes otherwise than the experts, whose model is `model`. The base of transformers' models
+    may be of another class, and so of another configuration."""
+    if library is hf_transformers:
+        return
+    found = library if base.model is None else library_of(base.model)
+    found = found if base.folder is None else library_of_folder(base.folder)
+    if found is library:
+        library.check_configuration(model, base, is_base=True)
 
 
 def merge_checkpoint(config: RetexConfig) -> str | None:

@@ -19,7 +19,7 @@ from ..artifact.recipe import signed_task_in_memory
 from ..artifact.sizes import sizes_of
 from ..artifact.state import RetexParts
 from ..backends import as_inputs, kind_of_model, library_of, sentence_modules
-from ..build.plan import architecture_of, check_tasks, read_labels
+from ..build.plan import architecture_of, check_base_configuration, check_tasks, read_labels
 from ..checkpoints import (
     AdapterSource,
     Checkpoint,
@@ -352,6 +352,8 @@ def _open_expert(
                 "architecture."
             )
     library.check_configuration(model, source)
+    if base is not None:
+        check_base_configuration(model, library, base)
     return experts
 
 
