@@ -96,7 +96,7 @@ class AdapterSource(Source):
 
     @property
     def by_layers(self) -> bool:
-        """Whether modules are merged through peft's own layers instead of the formula of LoRA."""
+        """Return whether modules are merged through peft's own layers instead of the formula of LoRA."""
         options = self.settings
         return self.kind != "LORA" or bool(
             options.get("use_dora") or options.get("init_lora_weights") in DERIVED_INITIALISATIONS

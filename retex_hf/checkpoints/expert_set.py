@@ -68,8 +68,9 @@ class Checkpoint:
 class ExpertSet:
     """The inputs of a build: tensors in `names` are merged and recovered, `heads` are stored in full per task.
 
-    `vocabulary` lists those of `names` in which some tasks have more or fewer rows; `own` holds the unaligned
-    checkpoints of these tasks. `sizes` is the number of tokens per task, if the model has tensors with a row per token.
+    `vocabulary` lists those of `names` in which some tasks have more or fewer rows; `own` then holds the tasks'
+    checkpoints before alignment. `sizes` is the number of tokens per task, if the model has tensors with a row per
+    token.
     """
 
     base: Checkpoint
@@ -223,7 +224,7 @@ def check_range(tensor: Tensor, label: str, name: str, dtype: torch.dtype | None
     check_floating(label, name, tensor.dtype)
     if not tensor.numel():
         return tensor
-    # NaN and infinity show in the extremes, which take one pass and no memory.
+    # NaN and infinity show in the extremes, which need one pass and no extra memory.
     extremes = torch.aminmax(tensor)
     if not all(value.isfinite() for value in extremes):
         raise CheckpointError(f"{label}: tensor {name!r} holds NaN or infinite values.")

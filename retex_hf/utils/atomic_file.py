@@ -83,7 +83,7 @@ def write_errors(path: Path) -> Iterator[None]:
         files = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
         elsewhere = bool(files) and not any(_is_near(path.absolute(), file) for file in files)
         if error.errno is None or elsewhere or isinstance(error, ConnectionError | TimeoutError):
-            raise  # not about writing here
+            raise  # not caused by writing this path
         raise WriteError(f"{named(path)} cannot be written: {os.strerror(error.errno)}.") from error
     except (SafetensorError, RuntimeError) as error:
         if not is_write_failure(error):

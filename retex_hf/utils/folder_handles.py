@@ -66,7 +66,7 @@ class OpenFolder:
 
     @property
     def held(self) -> Path:
-        """Path to this very folder while it is open, for code that takes no handles.
+        """Return a path to this very folder that is valid while it is open, for code that takes no handles.
 
         Another user with write access to the parent could put another folder, or a link, under its name meanwhile.
         Where the system has no such paths, this is the ordinary path.

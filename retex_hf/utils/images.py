@@ -96,7 +96,7 @@ class _Decoder:
         self.__init__()
 
     def stop(self) -> None:
-        """End the process, if it runs."""
+        """Kill the process, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
