@@ -1,4 +1,4 @@
-"""Every knob of ReTeX, validated, with a JSON round trip."""
+"""The configuration of ReTeX: all options, validated, with a JSON round trip."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ FACTOR_ORDERS = ("generated_first", "shared_first")
 SOFT_SAMPLERS = ("dirichlet", "uniform_softmax", "gaussian_softmax")
 ROUTINGS = ("hard", "soft")
 FAR = ("merged", "soft")
-# From examples/benchmarks/far_inputs.py.
+# Chosen with examples/benchmarks/far_inputs.py.
 FAR_QUANTILE, FAR_SLACK = 0.97, 1.0
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
-# What configurations call their special tokens.
+# The names of special-token fields in model configurations.
 TOKEN_ID = re.compile(r"[a-z][a-z0-9_]*_token_id")
-# Of the integers of torch and of most readers of JSON; nothing here counts further.
+# The limit of torch's integers and of most JSON parsers.
 LARGEST_INTEGER = 2**63
-# Each is compared with the name of every parameter. A glob of Python takes the length of the name times its own.
+# Each pattern is matched against every parameter name, in time proportional to the product of the two lengths.
 MOST_PATTERNS, LONGEST_PATTERN = 5_000, 1_000
 
 
@@ -64,7 +64,7 @@ def check_task_name(name: Any) -> None:
 
 
 def matches(name: str, patterns: list[str]) -> bool:
-    """Whether a parameter matches a pattern: a glob (`*embeddings*`), its name, or the name of a module above it."""
+    """Return whether a parameter matches a pattern: a glob (`*embeddings*`), its name, or that of a parent module."""
     return any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in patterns)
 
 
@@ -75,54 +75,58 @@ class RetexConfig:
     Args:
         rank: Rank of the recovered difference of each weight matrix, or `"full"` to store every difference
             exactly. A matrix whose smaller side does not exceed `rank` gets half that side instead.
-        inner_rank: ReTeX-E: the generated factor is itself a product, of this rank. It spans exactly what
-            `rank=inner_rank` spans, and exists to reproduce the paper.
-        rank_budget: Instead of one `rank`: a share of the experts' storage, spent on the layers and ranks that buy the
-            most energy per stored number.
+        inner_rank: ReTeX-E: the generated factor is itself a product of this rank. It spans the same space as
+            `rank=inner_rank`, and exists to reproduce the paper.
+        rank_budget: Share of the experts' storage, used instead of one `rank`: it is spent on the layers and ranks that
+            recover the most energy per stored number.
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
             generator rows.
-        merge: How experts become one model: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
+        merge: How to merge the experts: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
             `"dare_ties"`, `"model_stock"`, ...: `retex_hf.merge_methods()`, docs/merging.md), the same with options
             (`{"method": "ties", "density": 0.2, "weights": {"a": 1, "b": 0.5}}`), or the path or Hub id of a finished
-            merge. `"consensus"` and `"adamerging"` learn from data (`from_experts(..., calibration=...)`); what they
-            found is then among the options.
+            merge. `"consensus"` and `"adamerging"` learn from data (`from_experts(..., calibration=...)`); the learned
+            values are then stored among the options.
         recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
             task and layer.
-        recovery_dtype: How the factors are stored: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale
-            per row. Converted after solving or training; arithmetic is in float32. A `rank_budget` counts numbers,
-            whatever their width.
+        recovery_dtype: Storage type of the factors: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale
+            per row. Factors are converted after solving or training; arithmetic is in float32. A `rank_budget` counts
+            numbers, whatever their width.
         factor_order: `"generated_first"` (`G_t S`) or `"shared_first"` (`S G_t`).
-        share_layers: Parameters of one shape share generator and factor, and so one offset; not with `rank="full"`.
+        share_layers: Let parameters of the same shape share generator and factor, and so one offset; not allowed with
+            `rank="full"`.
         soft_training: None recovers single tasks; `"dirichlet"` (or `{"method": "dirichlet", "alpha": 1.0}`),
-            `"uniform_softmax"` and `"gaussian_softmax"` minimise the expected loss over mixtures of tasks drawn so.
+            `"uniform_softmax"` and `"gaussian_softmax"` minimise the expected loss over task mixtures drawn from that
+            distribution.
         exclude: Patterns of parameters that stay at their merged value for every task (nothing is stored for them).
-        heads: `"auto"`, or patterns of the parameters that each task keeps whole. Parameters that the base does not
-            have, and output layers whose size differs between experts, are always heads.
+        heads: `"auto"`, or patterns of the parameters that are stored in full for each task. Parameters that the base
+            does not have, and output layers whose size differs between experts, are always heads.
         routing: `"hard"` recovers the most likely task of a row, `"soft"` the mixture given by the probabilities.
-            `{"method": "hard", "far": "merged"}` also says what becomes of a row that is far from every task: it runs
-            on the merged model (`"merged"`, under the nearest task's head), or on the mixture (`"soft"`). Far is what
-            exceeds `slack` times the `quantile` of the residuals that held-out references have to their own task;
-            fewer than 4 references of a task say nothing of that, and no row is far from it.
-        temperature: Of the softmax over negative residuals.
-        signatures: What a task is known by: reference `"inputs"` given to `fit_signatures`, or its `"weights"`, which
-            need none: the task whose own update responds most to a row is the row's.
-        feature_layer: Where the features that identify a task are read: a module name, an index into the model's
-            blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
-            held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to there
-            count, and `"auto"` is the last block.
+            `{"method": "hard", "far": "merged"}` also sets how to run out-of-distribution rows: on the merged model
+            (`"merged"`, with the nearest task's head), or on the mixture (`"soft"`). A row is out-of-distribution if
+            its residual to every task exceeds `slack` times the `quantile` of the residuals that held-out references
+            have to their own task; a task with fewer than 4 references has no such threshold, and no row is
+            out-of-distribution for it.
+        temperature: Temperature of the softmax over negative residuals.
+        signatures: What identifies a task: reference `"inputs"` given to `fit_signatures`, or its `"weights"`, which
+            need no inputs: a row belongs to the task whose update responds most to it.
+        feature_layer: Layer from which the features that identify a task are read: a module name, an index into the
+            model's blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
+            held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to this
+            one count, and `"auto"` is the last block.
         feature_pooling: `"mean"` over unmasked tokens, or the `"first"` or `"last"` unmasked token.
-        feature_source: Features of the `"merged"` model, or of the `"pretrained"` one (which is then stored too).
+        feature_source: Model that computes the features: the `"merged"` one, or the `"pretrained"` one (which is then
+            stored too).
         shared_trunk: Leave the layers up to the feature layer merged for every task: the pass that identifies a row is
-            then the beginning of its expert's own pass. `fit_signatures` says what that costs.
+            then the beginning of its expert's own pass. `fit_signatures` reports how much that changes the outputs.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
         signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`.
         tasks: Names of the tasks, filled in on build.
-        base_model: Where the base came from (`id`, `revision`), filled in on build.
-        experts: Where each expert came from, filled in on build.
-        labels: Per task, what its head means (`id2label`, `problem_type`), filled in on build.
-        vocabulary: Per task, where vocabularies differ: its `size`, `token_ids` of its own, and whether it has a
-            `tokenizer` of its own; filled in on build.
-        trunk: What a shared trunk costs, filled in by `fit_signatures`.
+        base_model: Source of the base (`id`, `revision`), filled in on build.
+        experts: Source of each expert, filled in on build.
+        labels: Labels of each task's head (`id2label`, `problem_type`), filled in on build.
+        vocabulary: Vocabulary of each task, where vocabularies differ: its `size`, its own `token_ids`, and whether it
+            has its own `tokenizer`; filled in on build.
+        trunk: Cost of a shared trunk, filled in by `fit_signatures`.
 
     Example:
         >>> from retex_hf import RetexConfig
@@ -205,12 +209,12 @@ class RetexConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the fields as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RetexConfig:
-        """The inverse of `to_dict`; an unknown field is an error, because ignoring it would change the model."""
+        """Invert `to_dict`. Refuse unknown fields: ignoring one would change the model."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -231,7 +235,7 @@ class RetexConfig:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The JSON object in a `retex_config.json`; the artifact's own section is under the key `"artifact"`."""
+    """Return the JSON object in a `retex_config.json`; the artifact's own section is under the key `"artifact"`."""
     return read_json(path, ConfigError)
 
 
@@ -327,7 +331,7 @@ def _is_routing(value: Any) -> bool:
 
 
 def routing_options(routing: str | dict[str, Any]) -> dict[str, Any]:
-    """`RetexConfig.routing` in full: `method`, `far` (None where no row is), `quantile`, `slack`.
+    """Return `RetexConfig.routing` with defaults filled in: `method`, `far` (None: never abstain), `quantile`, `slack`.
 
     >>> from retex_hf.config import routing_options
     >>> routing_options("hard")["far"], routing_options({"method": "hard", "far": "merged"})["quantile"]
@@ -339,7 +343,7 @@ def routing_options(routing: str | dict[str, Any]) -> dict[str, Any]:
     return {"far": None, "quantile": FAR_QUANTILE, "slack": FAR_SLACK, **given}
 
 
-# Field -> (is a value allowed?, what is allowed, in words).
+# Field -> (check of a value, description of the allowed values).
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rank": (lambda v: v == "full" or _is_int(v, 1), 'a positive integer or "full"'),
     "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),

@@ -1,17 +1,17 @@
-"""One base error, few children: `except RetexError` catches everything this library raises on purpose."""
+"""The exceptions of this library: `except RetexError` catches everything it raises on purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# What `repr` puts around the items of a container.
+# The brackets that `repr` puts around the items of a container.
 BRACKETS = {
     list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
 }  # fmt: skip
 
 
 class RetexError(Exception):
-    """Base class of all errors of this library. The message is one sentence for the person at the keyboard."""
+    """Base class of all errors of this library. The message is one sentence for the user."""
 
 
 class ConfigError(RetexError, ValueError):
@@ -23,15 +23,15 @@ class CheckpointError(RetexError):
 
 
 class ArtifactError(RetexError):
-    """A saved ReTeX folder is incomplete, damaged, or not one."""
+    """A saved ReTeX folder is incomplete or damaged, or a folder is not a ReTeX folder."""
 
 
 class WriteError(RetexError, OSError):
-    """A file or folder cannot be written: the disk is full, read-only, or failing. What was there before still is."""
+    """A file or folder cannot be written: the disk is full, read-only or failing. Previous content is unchanged."""
 
 
 class HubError(RetexError):
-    """The Hub cannot be reached, or does not give or take what was asked."""
+    """The Hub cannot be reached, or refuses a download or upload."""
 
 
 class TaskError(RetexError, ValueError):
@@ -43,18 +43,19 @@ class InputError(RetexError, ValueError):
 
 
 class EvaluationError(RetexError, ValueError):
-    """Data cannot be evaluated on, or a method answers what was not asked."""
+    """Data, or the answers of a method, cannot be used for an evaluation."""
 
 
 def first_line(error: Exception) -> str:
-    """What another library's exception says, short enough for one sentence of ours."""
+    """Return the first line of another library's exception, to quote in an error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def brief(value: object, limit: int = 200) -> str:
-    """A value for an error message, cut off where it is long.
+    """Return the `repr` of a value for an error message, cut off after `limit` characters.
 
-    Only what is shown is looked at: `repr` of a tuple that holds another one twice, which does likewise, never ends.
+    Only the part that is shown is visited: `repr` takes exponential time for nested tuples that hold the next one
+    twice.
 
     >>> from retex_hf.errors import brief
     >>> brief({"a": [1, (2.5,)]}), brief("abc" * 9, 5), brief([[[[]]]], 3)
@@ -69,7 +70,7 @@ def brief(value: object, limit: int = 200) -> str:
 
 
 def _parts(value: object, limit: int) -> Iterator[str]:
-    """What `repr` writes, piece by piece. Every level begins with a piece, so no more levels are entered than shown."""
+    """Yield the `repr` of a value in pieces; every level yields a piece first, so only levels shown are entered."""
     if type(value) in (str, bytes):
         yield repr(value[: limit + 1])
     elif type(value) in BRACKETS and value:
@@ -89,7 +90,7 @@ def _parts(value: object, limit: int) -> Iterator[str]:
 def _whole(value: object) -> str:
     try:
         return repr(value)
-    except (ValueError, RecursionError):  # Python does not print integers of thousands of digits, nor what is deep
+    except (ValueError, RecursionError):  # integers of thousands of digits, or deep nesting
         return f"a {type(value).__name__} of great length"
 
 

@@ -1,4 +1,4 @@
-"""Experts in: one tensor at a time, from any source."""
+"""Reading of base and expert checkpoints from any source, one tensor at a time."""
 
 from .adapters import AdapterSource, align_source
 from .expert_set import Checkpoint, ExpertSet, check_experts, check_integers, check_range, check_related, read_finite

@@ -1,5 +1,5 @@
-"""From an adapter's tensors, module by module, to what they make of the base's tensors; for types that peft's own
-layers merge."""
+"""Changes that an adapter makes to the base's tensors, module by module, for types that are merged through peft's own
+layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .adapters import AdapterSource
 
 Entry = tuple[TensorInfo, Callable[[], Tensor]]
-# From what a tensor is before the adapter (by name) to what the adapter makes of it.
+# Takes a lookup of tensors before the adapter, by name, and returns the changed tensor.
 Change = Callable[[Callable[[str], Entry | None]], Entry]
 TOKENS = "TRAINABLE_TOKENS"
 DELTA = "trainable_tokens_delta"
@@ -31,8 +31,8 @@ WHOLE_NUMBERS = ("indices",)
 
 @dataclass
 class Layers:
-    """Names of an adapter's tensors: of each module, by what is behind the module's name; of tokens that are trained
-    beside LoRA, by module; and of those that modules share."""
+    """Names of an adapter's tensors: of each module, by the part after the module's name; of tokens that are trained
+    beside LoRA, by module; and of tensors that modules share."""
 
     modules: dict[str, dict[str, str]] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
@@ -42,14 +42,14 @@ class Layers:
 def layer_changes(
     source: AdapterSource, model: nn.Module, names: Mapping[str, str], layers: Layers, ties: Mapping[str, list[str]]
 ) -> dict[str, Change]:
-    """Return what an adapter makes of tensors, by their names in the model.
+    """Return the changes that an adapter makes to tensors, by their names in the model.
 
     Args:
         source: The adapter.
-        model: The model, whose own numbers are not looked at.
+        model: The model; its own values are not used.
         names: The model's names of the adapter's modules.
         layers: The adapter's tensors.
-        ties: All names of a tensor.
+        ties: All names of each tensor, by name.
     """
     order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     modules = sorted(layers.modules, key=lambda module: order[names[module]])
@@ -58,7 +58,7 @@ def layer_changes(
     changes: dict[str, Change] = {}
     for index, module in enumerate(modules):
         owners = [module]
-        if source.kind == TOKENS:  # what is tied to an embedding is saved along
+        if source.kind == TOKENS:  # layers tied to an embedding are saved with it
             owners += [alias.rpartition(".")[0] for alias in ties[f"{names[module]}.weight"]]
         if not any(source.modules.has(owner, model) or _is_default(source, model, owner) for owner in owners):
             raise CheckpointError(
@@ -86,7 +86,7 @@ def layer_changes(
 
 @dataclass
 class _Layer:
-    """A module, and the names of an adapter's tensors for it."""
+    """A module and the names of an adapter's tensors for it."""
 
     source: AdapterSource
     kind: str
@@ -110,7 +110,7 @@ class _Layer:
             for parameter, tensor in self.owner._parameters.items()
             if tensor is not None
         }
-        if self.kind == TOKENS:  # peft gives the same rows to what is tied to an embedding
+        if self.kind == TOKENS:  # peft gives the same rows to layers tied to an embedding
             found |= dict.fromkeys(ties[f"{self.name}.weight"], found[f"{self.name}.weight"])
         return found
 
@@ -136,7 +136,7 @@ class _Layer:
     def _read(self, parameter: str, entries: Mapping[str, Entry]) -> Tensor:
         parameters = {name: read() for name, (_, read) in entries.items()}
         try:
-            # What is shared comes last: RandLoRA saves its projections with every module too.
+            # Shared tensors come last, to replace the projections that RandLoRA also saves with every module.
             parts = {part: self.source.read(key) for part, key in self.parts.items()} | self.shared()
             merged = merge_module(self.kind, self._settings(parts), self.owner, parameters, parts)
         except CheckpointError as error:
@@ -144,10 +144,10 @@ class _Layer:
         return merged[parameter].to(parameters[parameter].dtype)
 
     def _settings(self, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The settings that make peft's layer for this module alone."""
+        """Return the settings with which peft makes a layer for this module alone."""
         if self.kind == "ADALORA":
             return _adalora(self.settings, parts)
-        if self.kind == "TINYLORA":  # alone, it is the only one of its group
+        if self.kind == "TINYLORA":  # a single module is the only one of its group
             return {key: value for key, value in self.settings.items() if key != "weight_tying"}
         return self.settings
 
@@ -160,7 +160,7 @@ class _Shared:
         self._projections = cache(self._find_projections)
 
     def of(self, layer: _Layer, index: int) -> dict[str, Tensor]:
-        """Return what the module at a place among all adapted ones uses of them."""
+        """Return the shared tensors that a module uses; `index` is its position among all adapted ones."""
         kind = layer.kind
         if kind in PROJECTIONS:
             return slice_projections(kind, self._projections(), *_sides(layer.owner))
@@ -192,7 +192,7 @@ class _Shared:
         return bank
 
     def _vector(self, tying: float, index: int) -> Tensor:
-        """Return the vector of a module's group; peft puts modules that follow each other into one."""
+        """Return the vector of a module's group; peft groups consecutive modules."""
         count = len(self._owners)
         groups = max(1, round(count * (1.0 - min(1.0, max(0.0, tying)))))
         return self._read(f"tinylora_v.{min(index // max(1, count // groups), groups - 1)}")
@@ -206,7 +206,7 @@ class _Shared:
 
 
 def _check_complete(source: AdapterSource, model: nn.Module, names: Mapping[str, str]) -> None:
-    """Refuse an adapter whose shared tensors depend on which modules there are, and that lacks some of them."""
+    """Refuse an adapter that lacks modules, if its shared tensors depend on the set of modules."""
     derived = source.kind in PROJECTIONS and not source.settings.get("save_projection", True)
     if not derived and source.kind != "TINYLORA":
         return
@@ -217,7 +217,7 @@ def _check_complete(source: AdapterSource, model: nn.Module, names: Mapping[str,
 
 
 def _sides(owner: nn.Module) -> tuple[int, int]:
-    """Numbers of outputs and inputs of a linear layer."""
+    """Return the numbers of outputs and inputs of a linear layer."""
     if owner.weight.ndim != 2:
         raise CheckpointError(f"it is a {type(owner).__name__}, expected a linear layer")
     rows, columns = owner.weight.shape
@@ -225,7 +225,7 @@ def _sides(owner: nn.Module) -> tuple[int, int]:
 
 
 def _adalora(settings: Mapping[str, Any], parts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Settings for a module that kept some of its ranks only: peft still divides by the number that it began with."""
+    """Return settings for a module that kept only some of its ranks: peft still divides by the initial number."""
     begun, rank = settings.get("init_r", 12), max(1, len(parts.get("lora_E", ())))
     alpha = settings.get("lora_alpha", 8)
     alpha = alpha if alpha > 0 else begun
@@ -233,7 +233,7 @@ def _adalora(settings: Mapping[str, Any], parts: Mapping[str, Tensor]) -> dict[s
 
 
 def _tokens(source: AdapterSource, module: str) -> list[int]:
-    """The numbers of the tokens that are trained in a module: a list for the embedding, or one per name."""
+    """Return the ids of the tokens that are trained in a module: one list for the embedding, or one per name."""
     found = source.settings.get("trainable_token_indices")
     if isinstance(found, dict):
         found = next((value for key, value in found.items() if f".{module}".endswith(f".{key}")), None)
@@ -247,7 +247,7 @@ def _tokens(source: AdapterSource, module: str) -> list[int]:
 
 
 def _is_default(source: AdapterSource, model: nn.Module, module: str) -> bool:
-    """Whether a module is what peft trains tokens of where the configuration names no module."""
+    """Return whether peft trains the tokens of this module if the configuration names no module."""
     if source.kind != TOKENS or source.settings.get("target_modules") is not None:
         return False
     embedding = getattr(model, "get_input_embeddings", lambda: None)()

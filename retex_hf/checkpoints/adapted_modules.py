@@ -1,4 +1,4 @@
-"""Which modules an adapter's configuration names, as peft decides it: other tensors of its file peft leaves out."""
+"""The modules that an adapter's configuration targets, by peft's rules; peft ignores the other tensors of its file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .tuner_layers import default_targets
 
 BIASES = ("none", "all")
 ALL_LINEAR = "all-linear"
-# The layer that a module belongs to: the first number behind two names.
+# The layer of a module: the first number after two names.
 LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 NAMES = "names of modules"
 
 
 class AdaptedModules:
-    """What `target_modules` and the settings beside it say.
+    """The modules selected by `target_modules` and related settings.
 
     Args:
-        settings: What an `adapter_config.json` holds.
-        label: Names the adapter in messages.
+        settings: Content of an `adapter_config.json`.
+        label: Name of the adapter in messages.
     """
 
     def __init__(self, settings: Mapping[str, Any], label: str) -> None:
@@ -39,7 +39,7 @@ class AdaptedModules:
         }
 
     def has(self, name: str, model: nn.Module) -> bool:
-        """Tell whether a module of the model is adapted."""
+        """Return whether a module of the model is adapted."""
         saved = (f".{entry}." for entry in self._settings.get("modules_to_save") or ())
         if self._matches("exclude_modules", name) or any(entry in f".{name}." for entry in saved):
             return False
@@ -53,7 +53,7 @@ class AdaptedModules:
         return isinstance(targets, str) or name in targets or self._is_in_layers(name)
 
     def is_feedforward(self, name: str, model: nn.Module) -> bool:
-        """Tell whether (IA)³ scales a module's inputs, and not its outputs."""
+        """Return whether (IA)³ scales a module's inputs instead of its outputs."""
         if self._settings.get("feedforward_modules") is None:
             return _ends_with(name, TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(_model_type(model), ()))
         return self._matches("feedforward_modules", name)
@@ -78,7 +78,7 @@ def _model_type(model: nn.Module) -> str | None:
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """Return a module by its name; None where there is none."""
+    """Return a module by its name; None if it does not exist."""
     try:
         return model.get_submodule(name)
     except AttributeError:

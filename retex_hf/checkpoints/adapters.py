@@ -1,8 +1,8 @@
-"""Experts given as PEFT adapters: the tensors of the base, with what the adapter changes merged as they are read.
+"""Experts given as PEFT adapters: the tensors of the base, with the adapter merged into them as they are read.
 
 Nothing is merged beforehand, and no model is held. With LoRA, a tensor of such an expert is the base's tensor plus
-`scaling * B @ A`, worked out in float32 when it is asked for; with other types, a module is merged through peft's own
-layer (`tuner_layers.py`) when one of its tensors is asked for. The result is what peft's `merge_and_unload` gives.
+`scaling * B @ A`, computed in float32 when it is read; with other types, a module is merged through peft's own layer
+(`tuner_layers.py`) when one of its tensors is read. The result equals that of peft's `merge_and_unload`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tuners import REMEDY, TunerSettings, tuner_of
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
 PREFIX, SHARED_PREFIX = "base_model.model.", "base_model."
-# Which Auto class a task type of peft stands for: {model type: class name}.
+# The Auto class of each task type of peft: {model type: class name}.
 TASK_CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -39,26 +39,26 @@ TASK_CLASSES = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
-# Options of LoRA with which a merged weight is something else, and that are not read.
+# Options of LoRA that change how a weight is merged, and that are not supported.
 VARIANTS = (
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
     "monteclora_config", "velora_config", "megatron_config",
 )  # fmt: skip
-# Initialisations that leave the base's weights as they are.
+# Initialisations that leave the base's weights unchanged.
 PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Those that peft works out again from the base's weights whenever it loads the adapter: it takes the part that the
-# factors began with (PiSSA: the largest singular values, OLoRA: of a QR decomposition) out of the base, or begins with
-# it (MiCA, whose second factor is not trained). Others need data (CorDA, LoRA-GA), chance (PiSSA's fast variant) or a
-# quantised base (LoftQ), so that a folder does not say what the base was changed to.
+# Initialisations that peft recomputes from the base's weights whenever it loads the adapter: it subtracts the initial
+# factors from the base (PiSSA: the largest singular values, OLoRA: a QR decomposition), or starts from them (MiCA,
+# whose second factor is not trained). Others need data (CorDA, LoRA-GA), randomness (PiSSA's fast variant) or a
+# quantised base (LoftQ), so that the adapter's files do not determine the changed base.
 DERIVED_INITIALISATIONS = ("pissa", "olora", "mica")
 INITIALISATIONS = (*PLAIN_INITIALISATIONS, *DERIVED_INITIALISATIONS)
-# What peft keeps of an adapted module, behind its name.
+# The tensors that peft saves for an adapted module, after its name.
 FACTORS = ("lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B")
-# Around an adapted parameter of a module, peft wraps the others under this name.
+# peft wraps the other parameters of a module under this name, around an adapted parameter.
 WRAPPED = ".base_layer"
-# With bias="all" peft also saves the biases of modules_to_save under the names of its wrapper, old ones and new ones.
+# With bias="all" peft also saves the biases of modules_to_save under its wrapper's names, both old and new ones.
 WRAPPERS = (".original_module.", ".modules_to_save.")
-# What peft writes under the keys that are read here, all of which may be missing.
+# The types that peft writes under the keys that are read here, all of which may be missing.
 SETTINGS: dict[str, tuple[type, str]] = {
     "task_type": (str, "a text"), "auto_mapping": (dict, "keys and values"), "target_parameters": (list, "a list"),
     "rank_pattern": (dict, "names and numbers"), "alpha_pattern": (dict, "names and numbers"),
@@ -67,17 +67,17 @@ SETTINGS: dict[str, tuple[type, str]] = {
 }  # fmt: skip
 DEFAULT_RANK = DEFAULT_ALPHA = 8
 LARGEST_RANK = 2**31
-# Beyond it, float32 soon has no room for the product.
+# Beyond it, the product may overflow float32.
 LARGEST_ALPHA = 1e30
 
-# What peft keeps of tokens that are trained beside LoRA, behind the name of an embedding.
+# The tensor that peft saves for tokens trained beside LoRA, after the name of an embedding.
 TOKENS = "token_adapter.trainable_tokens_delta"
 
 
 @dataclass
 class AdapterSource(Source):
-    """An expert that is an adapter. `infos` and `read` are of the adapter's own tensors, `settings` is what its
-    `adapter_config.json` says; [`align_source`] makes the expert, of this and the base."""
+    """An expert that is an adapter. `infos` and `read` give the adapter's own tensors, `settings` is the content of its
+    `adapter_config.json`; [`align_source`] combines this and the base into the expert."""
 
     tensors: Source | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -97,22 +97,22 @@ class AdapterSource(Source):
 
     @property
     def by_layers(self) -> bool:
-        """Whether modules are merged through peft's own layers, and not by the formula of LoRA."""
+        """Return whether modules are merged through peft's own layers instead of the formula of LoRA."""
         options = self.settings
         return self.kind != "LORA" or bool(
             options.get("use_dora") or options.get("init_lora_weights") in DERIVED_INITIALISATIONS
         )
 
     def rank(self, module: str) -> int:
-        """The rank of a module's factors."""
+        """Return the rank of a module's factors."""
         return int(self._ranks.value(module, self.settings.get("r", DEFAULT_RANK)))
 
     def alpha(self, module: str) -> float:
-        """The numerator of the scale of a module's product."""
+        """Return the numerator of the scale of a module's product."""
         return self._alphas.value(module, self.settings.get("lora_alpha", DEFAULT_ALPHA))
 
     def targets(self, parameter: str) -> bool:
-        """Whether a parameter is adapted as such, and not as the weight of a module."""
+        """Return whether a parameter is adapted by its own name, and not as the weight of a module."""
         parts = parameter.split(".")
         return any(".".join(parts[start:]) in self._targets for start in range(len(parts)))
 
@@ -123,8 +123,8 @@ class AdapterSource(Source):
         return {**self.tensors.identity(), "settings": repr(sorted(self.settings.items()))}
 
     def architecture(self, model_type: str | None) -> str | None:
-        """The class of the expert, for a base of a model type: as the adapter says, or by its task type. None where it
-        says nothing, and the base's own class will do."""
+        """Return the expert's class for a base of a model type: as the adapter says, or by its task type. None if it
+        says neither; then the base's own class applies."""
         if self.model is not None:
             return type(self.model).__name__
         named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
@@ -141,13 +141,13 @@ class AdapterSource(Source):
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a PEFT adapter, and no model of its own."""
+    """Return whether a folder holds a PEFT adapter, and no full model."""
     weights = [file for pattern in ("model*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
     return (folder / ADAPTER_CONFIG).is_file() and not weights
 
 
 def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> AdapterSource:
-    """A source over an adapter's tensors; refuses those whose merged weights do not follow from them and the base."""
+    """Return a source over an adapter's tensors; refuse one whose merged weights do not follow from it and the base."""
     label, kind = tensors.label, settings.get("peft_type")
     tuner_of(kind, label)
     kwargs["provenance"] = kwargs.get("provenance", {}) | {"adapter": kind.lower()}
@@ -158,7 +158,7 @@ def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> Ad
 
 
 def _check_settings(label: str, settings: dict[str, Any]) -> None:
-    """Refuse settings of another kind than peft writes."""
+    """Refuse settings of other types than peft writes."""
     for key, (kind, words) in SETTINGS.items():
         value = settings.get(key)
         if value is not None and not isinstance(value, kind):
@@ -227,7 +227,7 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
     entries = dict(base)
 
     def before(name: str) -> Entry | None:
-        """A tensor without what the adapter changes of it."""
+        """Return a tensor as it is before the adapter changes it."""
         known = (part[alias] for part in (originals, base) for alias in ties.get(name, ()) if alias in part)
         return values.get(name) or next(known, None)
 
@@ -265,7 +265,7 @@ def _align_whole(library: ModuleType, model: nn.Module, source: AdapterSource) -
 def _changed(
     source: AdapterSource, model: nn.Module, name: str, delta: Entry, before: Callable[[str], Entry | None]
 ) -> Entry:
-    """A tensor with what the adapter adds to it."""
+    """Return a tensor with the adapter's difference added."""
     known = before(name)
     if known is None:
         raise CheckpointError(f"{source.label} changes {name!r}, which the base does not have.")
@@ -286,8 +286,8 @@ def _changed(
 
 
 def _read_alike(label: str, reads: list[Callable[[], Tensor]]) -> Tensor:
-    """One tensor that a model has under several names (an embedding that is its output layer too). An adapter may have
-    a change for each; where it has one for some only, it was trained with the others as in the base."""
+    """Read a tensor that a model has under several names (an embedding that is also the output layer); refuse
+    different values. An adapter may change each name; those it does not change were trained as in the base."""
     tensor, *others = (read() for read in reads)
     for other in others:
         if tensor.shape != other.shape or not torch.allclose(
@@ -313,7 +313,7 @@ def _aligned(library: ModuleType, model: nn.Module, source: AdapterSource, part:
 
 @dataclass
 class _Lazy(MemorySource):
-    """Tensors that are computed when they are read. They have the names of a model in memory, hence the class."""
+    """Tensors that are computed when they are read. A `MemorySource`, because they have the names of a loaded model."""
 
     entries: Entries = field(default_factory=dict)
 
@@ -327,7 +327,7 @@ def _origin(source: AdapterSource) -> str:
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """The names of every tensor, one or several."""
+    """Return the names of every tensor, one or several each."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -335,7 +335,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _model_names(library: ModuleType, model: nn.Module, source: AdapterSource, layers: Layers) -> dict[str, str]:
-    """The model's names of modules that an adapter names as its own base had them."""
+    """Map the adapter's names of modules, which are those of its own base, to the model's."""
     probes = {
         f"{name}.weight": (TensorInfo((), torch.float32), partial(str, name))
         for name in (*layers.modules, *layers.tokens)
@@ -345,8 +345,8 @@ def _model_names(library: ModuleType, model: nn.Module, source: AdapterSource, l
 
 
 def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entries], Entries, Layers]:
-    """What an adapter holds, under the names of the tensors it is for: the base's own tensors that peft saved along
-    (embeddings of another size) and tensors that replace the base's; differences; and what peft's layers merge."""
+    """Sort an adapter's tensors, under the names of the tensors they apply to: copies of the base's tensors (embeddings
+    of another size) and replacements of the base's; differences; and tensors that peft's layers merge."""
     originals: Entries = {}
     values: Entries = {}
     deltas: Entries = {}
@@ -368,7 +368,7 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entri
             entries = originals if name.endswith(f"{WRAPPED}.weight") else values
             _put(source, entries, name.replace(WRAPPED, ""), (info, partial(source.read, key)))
     known = model.state_dict().keys()
-    together = source.settings.get("ensure_weight_tying")  # what is adapted of a tied tensor is adapted of the others
+    together = source.settings.get("ensure_weight_tying")  # adapting one name of a tied tensor adapts all of them
     tied = {name: names for names in _ties(model) for name in names} if together else {}
     for (wrapped, depth), parts in factors.items():
         module = wrapped.replace(WRAPPED, "")
@@ -379,12 +379,12 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entri
                 f"{source.label} holds {brief(next(iter(parts.values())))}, but its configuration does not adapt that "
                 "module, so that peft would leave it out: take it out, or name the module in target_modules."
             )
-        # The output layer of nn.MultiheadAttention, which is adapted with the whole: peft adds its product twice, when
-        # it merges as well as when it trains.
+        # The output layer of nn.MultiheadAttention, which is adapted together with it: peft adds its product twice, in
+        # merging as well as in training.
         delta.times = 2 if module != wrapped else 1
         _put(source, deltas, f"{module}.{parameter}", (delta.info, delta.read))
         key, bias = parts.get("lora_B.bias"), f"{module}.bias"
-        # With lora_bias peft gives a bias to layers without one too, which then does nothing.
+        # With lora_bias peft also gives a bias to layers without one, where it has no effect.
         if key is not None and (bias in known or source.read(key).any()):
             _put(source, deltas, bias, (source.infos[key], partial(delta.scaled, key)))
     return (originals, values), deltas, layers
@@ -393,9 +393,9 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entri
 def _is_adapted(
     source: AdapterSource, model: nn.Module, wrapped: str, parameter: str, depth: int, tied: dict[str, list[str]]
 ) -> bool:
-    """Whether peft would apply the factors of a module."""
+    """Return whether peft would apply the factors of a module."""
     module, _, inner = wrapped.partition(f"{WRAPPED}.")
-    if inner:  # of an nn.MultiheadAttention, which is adapted with its output layer
+    if inner:  # the output layer of an nn.MultiheadAttention, which is adapted together with it
         return isinstance(submodule(model, module), nn.MultiheadAttention) and source.modules.has(module, model)
     name = f"{module}.{parameter}"
     owners = [name.rpartition(".")[0] for name in tied.get(name, [name])]
@@ -403,8 +403,8 @@ def _is_adapted(
 
 
 def _factor(name: str) -> tuple[str, int, str] | None:
-    """The module of a factor, how many other adapted parameters of it are wrapped around this one, and which factor
-    it is; None for other tensors."""
+    """Return the module of a factor, the number of the module's adapted parameters that are wrapped around this one,
+    and the name of the factor; None for other tensors."""
     part = next((part for part in FACTORS if name.endswith(f".{part}")), None)
     if part is None:
         return None
@@ -421,9 +421,9 @@ def _put(source: AdapterSource, entries: dict[str, Any], name: str, value: Any) 
 
 
 def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, depth: int) -> str:
-    """Which parameter of a module a pair of factors is for."""
+    """Return the name of the parameter of a module that a pair of factors adapts."""
     owner = submodule(model, module)
-    if owner is None:  # under the names of an earlier version, or not there at all: alignment will tell
+    if owner is None:  # named as in an earlier version, or missing: alignment decides
         return "weight"
     if isinstance(owner, nn.MultiheadAttention):
         return "in_proj_weight"
@@ -434,7 +434,7 @@ def _adapted_parameter(source: AdapterSource, model: nn.Module, module: str, dep
 
 @dataclass
 class _Delta:
-    """`scaling * B @ A` of one parameter, in the parameter's shape (of a Conv1D, in that of an nn.Linear)."""
+    """`scaling * B @ A` of one parameter, in the parameter's shape (for a Conv1D, in that of an nn.Linear)."""
 
     source: AdapterSource
     keys: tuple[str, str]
@@ -481,7 +481,7 @@ class _Delta:
     def read(self) -> Tensor:
         a, b = (self.source.read(key).float() for key in self.keys)
         if self.stacked:
-            # peft numbers the columns of B by rank first and by expert second, the rows of A the other way round.
+            # peft orders the columns of B by rank first and by expert second, the rows of A the other way round.
             a = a.reshape(self.stacked, -1, a.shape[1])
             b = b.reshape(b.shape[0], -1, self.stacked).permute(2, 0, 1)
         product = self.times * self.scaling * (b.flatten(1) @ a.flatten(1) if not self.stacked else b @ a)

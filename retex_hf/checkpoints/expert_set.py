@@ -18,17 +18,17 @@ from .sources import TensorInfo
 Entries = dict[str, tuple[TensorInfo, Callable[[], Tensor]]]
 
 # Fine-tuning moves a weight matrix by a fraction of its norm (cosine near 1); matrices of unrelated models are
-# orthogonal (cosine near 0). Anything in between does not occur.
+# orthogonal (cosine near 0). Values in between do not occur.
 RELATED_COSINE = 0.2
 RELATED_SAMPLE = 9
 COSINE_CHUNK = 1 << 20
-# The position of a layer (or of anything else that is numbered) in a tensor's name.
+# The number of a layer (or of anything else that is numbered) in a tensor's name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass
 class Checkpoint:
-    """Tensors of one checkpoint under the model's names, tied ones once; each is read onto `device`."""
+    """The tensors of one checkpoint under the model's names, tied ones once; each is read onto `device`."""
 
     label: str
     entries: Entries
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @classmethod
     def from_entries(cls, label: str, entries: Entries, inventory: Inventory, device: torch.device = CPU) -> Checkpoint:
-        """Bring tied tensors under one name each. A file may hold any of the names, or several."""
+        """Make a checkpoint with tied tensors under one name each. A file may hold any of their names, or several."""
         entries, ties = dict(entries), {}
         for name, aliases in inventory.aliases.items():
             present = [alias for alias in aliases if alias in entries]
@@ -66,10 +66,11 @@ class Checkpoint:
 
 @dataclass
 class ExpertSet:
-    """What a build reads from: `names` are merged and recovered, `heads` kept whole per task.
+    """The inputs of a build: tensors in `names` are merged and recovered, `heads` are stored in full per task.
 
-    `vocabulary` are those of `names` of which some tasks have more rows or fewer, in `own`: of the expert as it is.
-    `sizes` says how many tokens each task has, where the model has tensors with a row per token.
+    `vocabulary` lists those of `names` in which some tasks have more or fewer rows; `own` then holds the tasks'
+    checkpoints before alignment. `sizes` is the number of tokens per task, if the model has tensors with a row per
+    token.
     """
 
     base: Checkpoint
@@ -91,7 +92,7 @@ class ExpertSet:
         return self.experts[task].read(name)
 
     def read_rows(self, task: str, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The rows of a task's tensor beyond the base's."""
+        """Return the rows of a task's tensor beyond the base's."""
         return read_finite(self.own[task], name, dtype)[self.base.shape(name)[0] :]
 
     def rows_shape(self, task: str, name: str) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ def check_experts(
 ) -> ExpertSet:
     """Sort the tensors into merged ones and heads; refuse experts that do not fit the model or each other.
 
-    `unexpected` lists, per task, names that the model does not know; `head_names` are heads by class or by the user.
+    `unexpected` lists names per task that the model does not have; `head_names` are heads by model class or by the
+    user's choice.
     """
     wanted = list(inventory.shapes)
     for task, expert in experts.items():
@@ -146,8 +148,8 @@ def check_experts(
 
 
 def check_integers(names: Iterable[str], entries: Mapping[str, Entries]) -> None:
-    """Refuse checkpoints (entries by label) that differ in whole numbers, a permutation say: such tensors are neither
-    merged nor kept per task. Counts of the batches that were seen in training mean nothing."""
+    """Refuse checkpoints (entries by label) that differ in integer tensors, such as a permutation: these are neither
+    merged nor stored per task. The batch counts of batch normalisation are ignored."""
     for name in names:
         having = [(label, found[name][1]().cpu()) for label, found in entries.items() if name in found]
         if name.endswith("num_batches_tracked") or not having:
@@ -162,13 +164,13 @@ def check_integers(names: Iterable[str], entries: Mapping[str, Entries]) -> None
 
 
 def check_floating(label: str, name: str, dtype: torch.dtype) -> None:
-    """Refuse a weight that is stored as whole numbers."""
+    """Refuse a weight that is not stored in floating point."""
     if not dtype.is_floating_point:
         raise CheckpointError(f"{label}: tensor {name!r} has dtype {dtype}, expected floating point.")
 
 
 def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) -> bool:
-    """Whether experts differ in the leading axis (classes, vocabulary); any other difference is an error."""
+    """Return whether experts differ in the leading axis (classes, vocabulary); refuse any other difference."""
     expected = base.shape(name)
     different = [expert for expert in experts.values() if expert.shape(name) != expected]
     for expert in different:
@@ -182,7 +184,7 @@ def _is_own_output(name: str, base: Checkpoint, experts: dict[str, Checkpoint]) 
 
 
 def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse an expert that was not fine-tuned from this base, from the directions of a few weight matrices."""
+    """Refuse an expert that was not fine-tuned from this base, judged by the cosines of a few weight matrices."""
     matrices = [name for name in experts.names if len(shapes[name]) > 1 and min(shapes[name]) > 1]
     step = max(1, len(matrices) // RELATED_SAMPLE)
     sample = matrices[step // 2 :: step]
@@ -192,7 +194,7 @@ def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> Non
         for task in experts.tasks:
             cosines[task].append(_cosine(base, experts.read_expert(task, name)))
     for task, values in cosines.items():
-        # NaN compares false: a damaged tensor is reported as such, by name, when it is merged.
+        # NaN compares false: a damaged tensor is reported by name when it is merged.
         if values and median(values) < RELATED_COSINE:
             raise CheckpointError(
                 f"{experts.experts[task].label} does not descend from {experts.base.label}: the median cosine between "
@@ -201,7 +203,7 @@ def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> Non
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
-    """The cosine between two tensors, 0 where one is zero. In float64, whose squares neither overflow nor vanish."""
+    """Return the cosine between two tensors, 0 if one is zero; float64, so that squares neither overflow nor vanish."""
     dot = one_square = other_square = 0.0
     for a, b in zip(one.reshape(-1).split(COSINE_CHUNK), other.reshape(-1).split(COSINE_CHUNK), strict=True):
         a, b = a.double(), b.double()
@@ -213,16 +215,16 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 
 def read_finite(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Read a tensor, refusing NaN and infinity, and what would be infinite in `dtype`, the model's own."""
+    """Read a tensor; refuse NaN, infinity, and values that would be infinite in `dtype`, the model's."""
     return check_range(checkpoint.read(name), checkpoint.label, name, dtype)
 
 
 def check_range(tensor: Tensor, label: str, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """The same tensor, if it is finite, in `dtype` too."""
+    """Return the tensor unchanged; refuse values that are not finite, or would not be in `dtype`."""
     check_floating(label, name, tensor.dtype)
     if not tensor.numel():
         return tensor
-    # NaN and infinity show in the extremes, which take one pass and no memory.
+    # NaN and infinity show in the extremes, which need one pass and no extra memory.
     extremes = torch.aminmax(tensor)
     if not all(value.isfinite() for value in extremes):
         raise CheckpointError(f"{label}: tensor {name!r} holds NaN or infinite values.")

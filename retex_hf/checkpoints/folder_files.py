@@ -1,7 +1,7 @@
-"""Read the files of a checkpoint's folder that are not weights, and hand libraries a private copy of them.
+"""Reading of the files of a checkpoint's folder that are not weights, and private copies of them for libraries.
 
-A library that is given a folder reads what it finds there: files that nobody has checked, and more of them with every
-release. One that is given a copy of the files that were checked can read nothing else.
+A library that is given a folder reads whatever it finds there, including unchecked files, and more of them with every
+release. Given a copy of the checked files, it can read nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRATCH_PREFIX = "retex-read-"
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder: as they are on the disk, or (`verified`) as they were when they were checked."""
+    """The files of a folder: as they are on the disk, or (`verified`) with the content that was checked."""
 
     folder: Path
     verified: Mapping[str, bytes] | None = None
@@ -32,7 +32,7 @@ class FolderFiles:
         return (self.folder / name).is_file() if self.verified is None else name in self.verified
 
     def read(self, name: str, error: type[RetexError] = CheckpointError) -> bytes:
-        """Return what a file holds."""
+        """Return the content of a file."""
         if self.verified is None:
             return read_file(self.folder / name, error)
         if name not in self.verified:
@@ -40,7 +40,7 @@ class FolderFiles:
         return self.verified[name]
 
     def json(self, name: str, error: type[RetexError] = CheckpointError) -> dict[str, Any]:
-        """Return what a JSON file holds: keys and values."""
+        """Return the object in a JSON file."""
         path = str(self.folder / name)
         try:
             text = self.read(name, error).decode()
@@ -51,7 +51,7 @@ class FolderFiles:
 
 @contextmanager
 def private_copy(files: Mapping[str, bytes | Mapping[str, Any]]) -> Iterator[Path]:
-    """Write files (bytes, or values to be written as JSON) into a folder that is there within this context."""
+    """Write files (bytes, or values to be written as JSON) to a temporary folder that exists within this context."""
     with scratch_folder(SCRATCH_PREFIX) as scratch:
         folder = scratch / "files"
         with write_errors(scratch.parent):

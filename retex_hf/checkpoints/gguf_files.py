@@ -1,8 +1,8 @@
-"""GGUF files (llama.cpp) as experts: tensors under llama.cpp's names, turned into floating point when they are read.
+"""GGUF files (llama.cpp) as experts: tensors under llama.cpp's names, dequantised when they are read.
 
-transformers reads the file's table and takes its blocks apart; which of its tensors is which of a model, and how
-llama.cpp reordered it, are transformers' own tables too, and they are asked once the model is known. The file's
-description of the model is not used: the base says what the model is.
+transformers reads the file's header and dequantises its blocks. The mapping of names to those of a model, and of
+llama.cpp's reordering of tensors, comes from transformers too, once the model is known. The model configuration in the
+file is not used: the base defines the model.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from ..errors import CheckpointError, brief, first_line
 from .sources import LONGEST_NAME, MemorySource, Source, TensorInfo
 
 SUFFIX = ".gguf"
-# Those that make one tensor of one tensor. Others fuse or split a layer's experts.
+# Processors that map one tensor to one tensor. Others fuse or split a layer's experts.
 PROCESSORS = (
     TensorProcessor, LlamaTensorProcessor, GPT2TensorProcessor, MambaTensorProcessor, NemotronTensorProcessor,
     T5TensorProcessor, GemmaTensorProcessor,
 )  # fmt: skip
-# llama.cpp's names of architectures, where they are not transformers' types of models.
+# llama.cpp's names of architectures, where they differ from transformers' model types.
 ARCHITECTURES = {
     "mistral": "llama", "cohere": "command-r", "gemma3_text": "gemma3", "umt5": "t5", "gpt2": "gpt2",
 }  # fmt: skip
-# What a model computes from its configuration.
+# Tensors that a model computes from its configuration.
 CONSTANTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 MOST_AXES = 4
 
 
 @dataclass
 class GgufSource(Source):
-    """The tensors of a GGUF file, under its own names; `for_model` puts them under a model's."""
+    """The tensors of a GGUF file, under its own names; `for_model` maps them to a model's."""
 
     architecture: str = ""
     tensors: dict[str, LazyGgufTensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class GgufSource(Source):
         return stored.float().reshape(self.infos[name].shape)
 
     def for_model(self, model: nn.Module) -> NamedTensors:
-        """Return the tensors under the names of a model of transformers, and in its layout."""
+        """Return the tensors under the names of a transformers model, and in its layout."""
         if not is_gguf_available():
             raise CheckpointError(
                 f"{self.label} is a GGUF file, which needs the package gguf: pip install 'retex-hf[gguf]'."
@@ -97,7 +97,7 @@ class GgufSource(Source):
 
     def _converted(self, name: str, processor: TensorProcessor, shape: torch.Size) -> Tensor:
         weights = self.read(name)
-        if name != "output.weight":  # which no processor changes
+        if name != "output.weight":  # no processor changes this one
             found = processor.process(weights=weights.numpy(), name=name)
             weights = torch.from_numpy(np.array(found.weights, dtype=np.float32))
         if weights.shape != shape:
@@ -118,7 +118,7 @@ class NamedTensors(MemorySource):
 
 
 def open_gguf(path: Path, label: str, **kwargs: Any) -> GgufSource:
-    """Open a GGUF file. Only its table is read; it is checked against the file's size."""
+    """Open a GGUF file. Only its header is read; it is checked against the file's size."""
     try:
         header = GgufHeader.from_file(str(path))
         size = path.stat().st_size
@@ -127,7 +127,7 @@ def open_gguf(path: Path, label: str, **kwargs: Any) -> GgufSource:
         tensors = load_gguf_state_dict(header)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a foreign file makes the reader raise
+    except Exception as error:  # an untrusted file can make the reader raise anything
         raise CheckpointError(
             f"{path} is not a GGUF file that can be read: {first_line(error).rstrip('.')}."
         ) from error
@@ -138,7 +138,7 @@ def open_gguf(path: Path, label: str, **kwargs: Any) -> GgufSource:
 
 
 def _check(path: Path, info: Any, room: int) -> None:
-    """Refuse a tensor that is not all in the file."""
+    """Refuse a tensor that is not completely in the file."""
     block, _ = GGML_BLOCK.get(info.ggml_type, (1, 0))
     fits = 1 <= len(info.shape) <= MOST_AXES and prod(info.shape) > 0 and info.shape[-1] % block == 0
     if not fits or len(info.name) > LONGEST_NAME or info.offset + info.nbytes > room:
@@ -148,7 +148,7 @@ def _check(path: Path, info: Any, room: int) -> None:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder; refuse several, of which none is the one."""
+    """Return the GGUF file of a folder, or None; refuse a folder with several."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise CheckpointError(f"{folder} holds {len(files)} GGUF files: give one of them, as {files[0]}.")

@@ -1,4 +1,4 @@
-"""What a model consists of, seen once: floating-point tensors (parameters and buffers), ties, integer tensors."""
+"""The tensors of a model: floating-point tensors (parameters and buffers), ties, integer tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Inventory:
-    """Tensors of a model under one name each.
+    """The tensors of a model, under one name each.
 
     `shapes` has the floating-point tensors in order; `aliases` maps each of their names to all names that share the
     tensor (itself included); `integers` are copied, never merged; `convolutions` are weights of convolution modules.
@@ -29,7 +29,7 @@ def take_inventory(model: nn.Module) -> Inventory:
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in constants}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor), []).append(name)
-    # transformers keeps {tied name: name it is tied to}.
+    # transformers' attribute is {tied name: name it is tied to}.
     leaders = set(getattr(model, "all_tied_weights_keys", {}).values())
     shapes, aliases, integers = {}, {}, []
     for names in groups.values():
@@ -51,7 +51,7 @@ def take_inventory(model: nn.Module) -> Inventory:
 
 
 def computed_names(model: nn.Module) -> frozenset[str]:
-    """Parameters that a class of transformers computes, and keeps out of files: the positions of MarianMT."""
+    """Return the parameters that a transformers class computes and does not save, such as MarianMT's positions."""
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 

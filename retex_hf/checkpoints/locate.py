@@ -1,4 +1,4 @@
-"""From what a user writes (a folder, a file, a Hub id, a module, a state dict) to a `Source`."""
+"""Resolution of the user's input (a folder, a file, a Hub id, a module, a state dict) to a `Source`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .quantized import FLOAT8, unpack
 from .sources import Source, check_module, open_files, open_state_dict, weight_files
 
 TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
-# The last is what diffusers calls its weights.
+# The last is the name that diffusers uses.
 TRANSFORMERS_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-# Everything a tokenizer or processor may need; the card, which says under which licence; and our recipe.
+# Everything that a tokenizer or processor may need; the card, which states the licence; and this library's recipe.
 SIDE_FILES = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "tokenizer*", "*vocab*",
     "chat_template*", "README.md", "retex_*.yaml",
 )  # fmt: skip
-# What is never run, and so not even fetched.
+# Code is never run, so it is not downloaded either.
 CODE = (".py", ".pyc", ".so", ".dll", ".dylib", ".pkl", ".pickle")
-# The weights that are read (also of the layers that a SentenceTransformer has after its transformer), and not the same
-# ones again in other formats (`consolidated.safetensors`, `onnx/`).
+# The weights that are read (including the layers of a SentenceTransformer after its transformer), without duplicates in
+# other formats (`consolidated.safetensors`, `onnx/`).
 WEIGHTS = (
     "model*",
     "pytorch_model*",
@@ -52,7 +52,7 @@ WEIGHTS = (
 )
 
 
-# How a system says that a file cannot be called so.
+# Errors by which a system refuses a file name.
 NAME_ERRORS = (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
 
@@ -96,7 +96,7 @@ def open_source(
         if not adapters:
             _refuse_adapter(label, "a PEFT adapter")
         tensors = open_files(weight_files(path, (ADAPTER_STEM,)), label)
-        folder = path if (path / TRANSFORMERS_CONFIG).is_file() else None  # which would name the labels
+        folder = path if (path / TRANSFORMERS_CONFIG).is_file() else None  # the config may name the labels
         settings = read_json_object(path / ADAPTER_CONFIG)
         return open_adapter(tensors, settings, folder=folder, provenance=provenance)
     if is_open_clip(path):
@@ -108,12 +108,12 @@ def open_source(
 
 
 def _is_sentence_transformer(module: nn.Module) -> bool:
-    library = sys.modules.get("sentence_transformers")  # who has one has imported it
+    library = sys.modules.get("sentence_transformers")  # an instance exists only if it was imported
     return library is not None and isinstance(module, library.SentenceTransformer)
 
 
 def _transformer_in(model: Any, label: str) -> PreTrainedModel:
-    """The transformers model of a SentenceTransformer, its first module."""
+    """Return the transformers model of a SentenceTransformer, which is in its first module."""
     found = getattr(model[0], "auto_model", None)
     if not isinstance(found, PreTrainedModel):
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _transformer_in(model: Any, label: str) -> PreTrainedModel:
 def locate(
     spec: str | Path, label: str, *, token: str | None = None, cache_dir: str | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """The local file or folder behind a path or Hub id (downloaded if need be), and its provenance."""
+    """Return the local file or folder of a path or Hub id (downloaded if necessary), and its provenance."""
     text = str(spec)
     if "://" in text:
         raise CheckpointError(f"{label}: {without_secrets(text, token)} is an address: expected a path or a Hub id.")
@@ -140,7 +140,7 @@ def locate(
     name, _, revision = text.removeprefix("hf-hub:").partition("@")
     owner, *rest = name.split("/")
     repo_id, subfolder = "/".join([owner, *rest[:1]]), "/".join(rest[1:])
-    if subfolder and Path(owner).is_dir():  # a path that somebody mistyped is nobody's repository
+    if subfolder and Path(owner).is_dir():  # a mistyped path, not a repository
         raise CheckpointError(f"{label}: {path} does not exist.")
     options = {"revision": revision or None, "token": token, "cache_dir": cache_dir}
     if subfolder.endswith(GGUF_SUFFIX):
@@ -158,7 +158,7 @@ def locate(
 
 
 def typed_path(text: str, label: str, token: str | None = None) -> Path:
-    """Return what a user wrote as a path, which it may turn out not to be; `label` says in messages what it is for."""
+    """Return user input as a path, though it may turn out to be a Hub id; `label` says in messages what it is for."""
     try:
         return as_path(text.removeprefix("local-dir:"), CheckpointError)
     except CheckpointError as error:
@@ -166,7 +166,7 @@ def typed_path(text: str, label: str, token: str | None = None) -> Path:
 
 
 def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: Any) -> Path:
-    """What `fetch` gives; `label` says in messages what the repository is for."""
+    """Call `fetch` and turn its errors into a `CheckpointError`; `label` says what the repository is for."""
     check_token(token)
     try:
         return fetch(repo_id, token=token, **kwargs)
@@ -179,8 +179,8 @@ def download(repo_id: str, label: str, *, token: str | None = None, **kwargs: An
 
 
 def fetch(repo_id: str, *, subfolder: str | None = None, file: str | None = None, **kwargs: Any) -> Path:
-    """A snapshot of a Hub repository: config files and safetensors, or `.bin` where there are no safetensors; with
-    `subfolder`, of what lies in there; with `file`, of that file alone."""
+    """Download a snapshot of a Hub repository: config files and safetensors, or `.bin` if there are no safetensors.
+    With `subfolder`, download that folder only; with `file`, that file only."""
     if file is not None:
         with _named_files(repo_id):
             return Path(snapshot_download(repo_id, allow_patterns=[plain_subfolder(file)], **kwargs))
@@ -196,7 +196,7 @@ def fetch(repo_id: str, *, subfolder: str | None = None, file: str | None = None
 
 
 def plain_subfolder(name: str) -> str:
-    """The name of a folder within another one, which is no pattern, and leads nowhere else."""
+    """Return the normalised name of a folder within a repository; refuse patterns and paths that lead elsewhere."""
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or PurePosixPath(name).is_absolute() or any(sign in name for sign in "*?[\\"):
         raise CheckpointError(f"{name!r} is not the name of a folder within a repository.")
@@ -205,9 +205,9 @@ def plain_subfolder(name: str) -> str:
 
 @contextmanager
 def _named_files(repo_id: str) -> Iterator[None]:
-    """Within this context, what the Hub's client raises of a name that no file may have is a `HubError`.
+    """Turn the Hub client's errors about invalid file names into a `HubError`.
 
-    It keeps no file outside of its folder; of which kind its refusal is depends on what is odd about the name.
+    The client writes no file outside of its folder; the class of its error depends on what is wrong with the name.
     """
     try:
         yield
@@ -223,7 +223,7 @@ def _named_files(repo_id: str) -> Iterator[None]:
 
 
 def check_checkpoint_folder(folder: Path, label: str) -> None:
-    """Refuse a folder that holds no checkpoint, or files of which lie elsewhere."""
+    """Refuse a folder that holds no checkpoint, or links to files outside of it."""
     check_links((file for file in folder.iterdir() if file.is_file()), folder, CheckpointError)
     if is_adapter(folder) or _only_gguf(folder) is not None:
         return
@@ -236,7 +236,7 @@ def check_checkpoint_folder(folder: Path, label: str) -> None:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that holds no weights in another form."""
+    """Return the GGUF file of a folder that holds no weights in another format, or None."""
     others = (folder.glob(f"{stem}*{suffix}") for stem in OPEN_CLIP_STEMS for suffix in (".safetensors", ".bin"))
     if any(next(files, None) is not None for files in others):
         return None
@@ -244,7 +244,7 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A configuration file that comes with a checkpoint."""
+    """Read a configuration file of a checkpoint."""
     return read_json(path, CheckpointError, infinite=True)
 
 

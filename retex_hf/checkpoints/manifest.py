@@ -1,6 +1,6 @@
-"""Which files an artifact consists of: size and SHA-256 of each, recorded when it is written, compared when it is read.
+"""The manifest of an artifact: size and SHA-256 of each file, recorded on writing and compared on reading.
 
-Content is read in pieces, several files at a time, and nothing of it is kept.
+Content is read in chunks, several files at a time, and not kept in memory.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a file's content."""
+    """Size and SHA-256 of a file."""
 
     size: int
     sha256: str
 
 
 def record(folder: Path, names: Iterable[str], known: Mapping[str, FileRecord] | None = None) -> dict[str, FileRecord]:
-    """Size and digest of files of a folder. A digest in `known` is taken over where the size is still the same."""
+    """Return size and digest of files of a folder. A digest in `known` is reused if the size is unchanged."""
     known = known or {}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     kept = {name: known[name] for name, size in sizes.items() if name in known and known[name].size == size}
@@ -57,7 +57,7 @@ def to_json(records: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
 
 
 def from_json(path: Path, values: Any) -> dict[str, FileRecord]:
-    """The files that a configuration (at `path`, for messages) lists. A name that leaves the folder is refused."""
+    """Parse the file records of a configuration (at `path`, for messages). Refuse names that leave the folder."""
     if not isinstance(values, dict):
         raise ArtifactError(f"{path}: 'files' must be an object, not {brief(values)}.")
     records = {}
@@ -73,15 +73,15 @@ def from_json(path: Path, values: Any) -> dict[str, FileRecord]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name is that of a file in a folder or below it, on every system."""
+    """Return whether a name is that of a file in a folder or below it, on every system."""
     return not any(part in ("", ".", "..") or re.search(r"[\\:\0]", part) for part in name.split("/"))
 
 
 def check(folder: Path, records: Mapping[str, FileRecord], *, content: bool = True) -> int:
-    """Compare files with their records; with `content` all of it, else only what the file system says of them.
+    """Compare files with their records: their full content, or without `content` only their existence and size.
 
     Returns:
-        How many bytes were read.
+        Number of bytes read.
     """
     for name, expected in records.items():
         size = check_file(folder, name).st_size
@@ -99,7 +99,7 @@ def check(folder: Path, records: Mapping[str, FileRecord], *, content: bool = Tr
 
 
 def read_verified(folder: Path, name: str, expected: FileRecord) -> bytes:
-    """Return what a file holds, after comparing just these bytes with its record."""
+    """Return the content of a file, after comparing these very bytes with its record."""
     size = check_file(folder, name).st_size
     if size != expected.size:
         raise _changed(folder, name, f"it has {size} bytes, not {expected.size}")
@@ -114,9 +114,9 @@ def read_verified(folder: Path, name: str, expected: FileRecord) -> bytes:
 
 
 def check_file(folder: Path, name: str) -> os.stat_result:
-    """A file of an artifact must be a regular one (a pipe would never end) that lies in the folder.
+    """Return the status of a file of an artifact; refuse one that is not regular (a pipe would never end).
 
-    Links are judged by `check_links`.
+    Links are checked by `check_links`.
     """
     path = folder / name
     try:
@@ -134,7 +134,7 @@ def check_file(folder: Path, name: str) -> os.stat_result:
 
 
 def check_strays(folder: Path, records: Mapping[str, FileRecord], patterns: Iterable[str]) -> None:
-    """Refuse files that would be read with the artifact though they are not of it."""
+    """Refuse files that match `patterns`, and so would be read with the artifact, but are not in its manifest."""
     patterns = tuple(patterns)
     stray = sorted(
         entry.name

@@ -1,9 +1,9 @@
-"""Patterns of strangers for names of modules, matched in time that is known beforehand.
+"""Untrusted regular expressions for module names, matched in bounded time.
 
-peft's `rank_pattern` and `alpha_pattern` are regular expressions. Python's own matcher tries one way after another, and
-a pattern of twenty characters can keep it busy for years. Here all ways are followed at once (a set of states, one step
-per character), so a match takes no longer than the length of the pattern times the length of the name. Syntax that
-needs more than that (references, lookaround, flags), or that nobody writes, is refused.
+peft's `rank_pattern` and `alpha_pattern` are regular expressions. Python's matcher backtracks, and a pattern of twenty
+characters can keep it busy for years. Here all alternatives are followed at once (a set of states, one step per
+character), so a match takes at most the length of the pattern times the length of the name. Syntax that needs more than
+that (references, lookaround, flags), or that nobody writes, is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from ..errors import CheckpointError, brief
 
 MOST_PATTERNS, MOST_CHARACTERS, MOST_STATES, MOST_LEVELS = 10_000, 2_000, 2_000, 20
-# For all names of an adapter together: a few seconds. A thousand modules with a pattern each take a tenth of that.
+# Limit for all names of an adapter together: a few seconds. A thousand modules with a pattern each take a tenth of it.
 MOST_STEPS = 5_000_000
 SYNTAX = "names, '.', classes of characters, '|', groups, '*', '+', '?', '{m,n}', '^', '$' and '\\b'"
 
 CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
-# What Python may one day read as an operation on sets.
+# Syntax that a later Python may read as a set operation.
 SET_OPERATION = re.compile(r"\[|--|&&|~~|\|\|")
 REPEAT = re.compile(r"[*+?]|\{([0-9]{0,4})(?:(,)([0-9]{0,4}))?\}")
 SHORTHANDS = frozenset("dDwWsS")
@@ -29,18 +29,18 @@ WORD = re.compile(r"\w")
 
 THEN, EITHER, REPEATED, STEP, START, END, BOUNDARY, FORK, ACCEPT = range(9)
 ANCHORS = (START, END, BOUNDARY)
-# A kind and what belongs to it: parts, a part with its least and most number, or an expression for one character.
+# A kind and its value: parts, a part with its least and greatest count, or an expression for one character.
 Node = tuple[int, Any]
 # A kind, a test of the next character (of a STEP), and the states that follow.
 State = tuple[int, Callable[[str], Any] | None, tuple[int, ...]]
 
 
 class PatternError(ValueError):
-    """A pattern is not in the syntax that is matched here, or takes too long."""
+    """A pattern has unsupported syntax, or takes too long."""
 
 
 class Pattern:
-    """A regular expression, matched as peft does it: `re.match(rf"(.*\\.)?({text})$", name)`.
+    """A regular expression, matched as peft does: `re.match(rf"(.*\\.)?({text})$", name)`.
 
     >>> from retex_hf.checkpoints.patterns import Pattern
     >>> pattern = Pattern("layer.[0-9]+.*(query|key)")
@@ -53,14 +53,14 @@ class Pattern:
         self._pieces = 0
         node = _Parser(text).parse()
         self._first = self._add(node, 0)
-        # A run of single characters at the end: nothing to try, so Python's own matcher is as quick as can be.
+        # A run of single characters at the end needs no backtracking, so Python's matcher is fast for it.
         ending = _ending(node)
         self._ending, self._length = re.compile("".join(ending)), len(ending)
 
     def matches(self, name: str, most_steps: int = MOST_STEPS) -> tuple[bool, int]:
-        """Whether a name matches, and how many steps it took to know; refuse more steps than `most_steps`.
+        """Return whether a name matches, and the number of steps taken; refuse more than `most_steps` steps.
 
-        Names are read from the end, where they differ: most patterns are done with at once.
+        Names are read from the end, where they differ, so that most patterns fail at once.
         """
         steps, broken = 1, name.find("\n")
         for end in [len(name), len(name) - 1] if name.endswith("\n") else [len(name)]:
@@ -72,7 +72,7 @@ class Pattern:
                 steps += 1 + len(states)
                 if steps > most_steps:
                     raise PatternError("takes too long to match")
-                # Before the pattern stands nothing, or peft's own `.*\.`, which does not go past the end of a line.
+                # Before the pattern there is nothing, or peft's `.*\.`, which does not match across lines.
                 if 0 in states and (place == 0 or (name[place - 1] == "." and not 0 <= broken < place - 1)):
                     return True, steps
                 char = name[place - 1] if place else ""
@@ -83,7 +83,7 @@ class Pattern:
         return False, steps
 
     def _closed(self, states: set[int], place: int, name: str) -> set[int]:
-        """The states that are reached without another character."""
+        """Return the states that are reached without another character."""
         found, pending = set(), list(states)
         at_end = place == len(name) or (place == len(name) - 1 and name[place] == "\n")
         holds = {FORK: True, START: place == 0, END: at_end, BOUNDARY: _is_boundary(name, place)}
@@ -130,7 +130,7 @@ class Pattern:
 
 
 class Patterns:
-    """What peft's `rank_pattern` or `alpha_pattern` says: the value of the first pattern that matches counts.
+    """The values in peft's `rank_pattern` or `alpha_pattern`: the first pattern that matches counts.
 
     `where` names the setting in messages.
     """
@@ -147,7 +147,7 @@ class Patterns:
                 raise CheckpointError(f"{where} has {brief(text)}, which {error}: expected {SYNTAX}.") from None
 
     def value(self, name: str, default: float) -> float:
-        """The value of a module, or the default where no pattern matches its name."""
+        """Return the value of a module, or the default if no pattern matches its name."""
         for text, pattern, value in self._patterns:
             try:
                 found, steps = pattern.matches(name, self._left)
@@ -160,7 +160,7 @@ class Patterns:
 
 
 class _Parser:
-    """Reads a pattern; refuses what is not on the list of syntax."""
+    """A parser of patterns that refuses syntax outside of `SYNTAX`."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MOST_CHARACTERS:
@@ -223,7 +223,7 @@ class _Parser:
         if not self._take(")"):
             raise PatternError("has a group that is not closed")
         self._level -= 1
-        return THEN, [node]  # which can be repeated, as an anchor cannot
+        return THEN, [node]  # wrapped, because a group can be repeated even if it holds an anchor
 
     def _repeated(self, node: Node) -> Node:
         found = REPEAT.match(self._text, self._place)
@@ -232,7 +232,7 @@ class _Parser:
         if node[0] in ANCHORS:
             raise PatternError("repeats an anchor")
         self._place = found.end()
-        self._take("?")  # lazy or not, the same names match
+        self._take("?")  # lazy repetition matches the same names
         if self._place < len(self._text) and self._text[self._place] in "*+?{":
             raise PatternError("repeats a repetition")
         if found[0] in "*+?":
@@ -250,7 +250,7 @@ class _Parser:
 
 
 def _ending(node: Node) -> list[str]:
-    """Expressions for the single characters that every match ends with."""
+    """Return expressions for the single characters that every match ends with."""
     ending: list[str] = []
     for kind, value in reversed(node[1] if node[0] == THEN else ()):
         if kind != STEP:
@@ -260,24 +260,24 @@ def _ending(node: Node) -> list[str]:
 
 
 def _is_boundary(name: str, place: int) -> bool:
-    """Whether a word begins or ends at a place of a name."""
+    """Return whether a word begins or ends at a position of a name."""
     before, after = (WORD.match(char) is not None for char in (name[place - 1 : place], name[place : place + 1]))
     return before != after
 
 
 @lru_cache(maxsize=1000)
 def _test(expression: str) -> Callable[[str], Any]:
-    """A test of one character."""
+    """Return a test of one character."""
     return re.compile(expression).match
 
 
 def _is_special(escaped: str) -> bool:
-    """Whether a letter or digit after a backslash means something else than itself, or nothing."""
+    """Return whether a character after a backslash is an ASCII letter or digit, and so has no literal meaning."""
     return escaped.isascii() and escaped.isalnum()
 
 
 def _checked_class(text: str) -> str:
-    """A class of characters that Python reads, and reads so in every version."""
+    """Return a character class; refuse one that Python cannot read, or may read differently in another version."""
     escaped = re.findall(r"\\(.)", text, re.DOTALL)
     plain = re.sub(r"\\.", "", text[1:-1], flags=re.DOTALL)
     if SET_OPERATION.search(plain) or any(_is_special(char) and char not in SHORTHANDS for char in escaped):

@@ -1,9 +1,8 @@
-"""Checkpoints that were quantised when they were saved, read as floating-point numbers, tensor by tensor.
+"""Reading of quantised checkpoints as floating-point numbers, tensor by tensor.
 
-`quantization_config` in `config.json` says by which method. What is read here follows the layouts that the methods
-publish; arithmetic is in float32, and the result is rounded once, to the dtype that the configuration names. Nothing of
-the methods' own packages is needed. Methods that are not on the list are refused: numbers that are packed in another
-way would be wrong without a sign of it.
+`quantization_config` in `config.json` names the method. Tensors are unpacked by the published layouts of the methods,
+without their packages; arithmetic is in float32, and the result is rounded once, to the dtype that the configuration
+names. Other methods are refused: numbers packed in another way would be silently wrong.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from .sources import Source, TensorInfo
 
 REMEDY = "load it in transformers, call model.dequantize(), save it, and give that checkpoint"
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
-# Their Conv1D holds (inputs, outputs), and what is packed of it does not say which way round it is.
+# Their Conv1D holds (inputs, outputs), and packed weights do not say which way round they are.
 TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-# The order in which AWQ puts eight columns into one whole number.
+# The order in which AWQ packs eight columns into one integer.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BNB_STATE = "weight.quant_state.bitsandbytes__"
@@ -35,7 +34,7 @@ FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 @dataclass
 class UnpackedSource(Source):
-    """The tensors of a quantised checkpoint in floating point: computed when they are read, or as they are."""
+    """The tensors of a quantised checkpoint in floating point: dequantised when they are read, or stored plain."""
 
     tensors: Source | None = None
     unpacked: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -53,8 +52,8 @@ def unpack(source: Source, config: Mapping[str, Any]) -> UnpackedSource:
     """Return a quantised checkpoint's tensors as floating-point numbers.
 
     Args:
-        source: The tensors as they are stored.
-        config: What its `config.json` holds, with a `quantization_config`.
+        source: Tensors as they are stored.
+        config: Content of its `config.json`, with a `quantization_config`.
     """
     settings = config["quantization_config"]
     method = settings.get("quant_method") if isinstance(settings, dict) else None
@@ -100,7 +99,7 @@ def unpack(source: Source, config: Mapping[str, Any]) -> UnpackedSource:
 
 
 class _Packed:
-    """The packed weights of a checkpoint, as they are found: `weights` by name, with shape and how to read them; and
+    """The packed weights of a checkpoint, collected one by one: `weights` by name, with shape and reader; and in `used`
     the names of the tensors that they are made of."""
 
     def __init__(self, source: Source, method: str) -> None:
@@ -110,11 +109,11 @@ class _Packed:
         self.optional: set[str] = set()
 
     def modules(self, suffix: str) -> list[str]:
-        """Names of what has a tensor with this ending, with the dot or underscore before the ending."""
+        """Return the names, without the suffix, of all tensors with this suffix (which begins with `.` or `_`)."""
         return [name.removesuffix(suffix) for name in self.source.infos if name.endswith(suffix)]
 
     def info(self, name: str, rank: int | None = None, *dtypes: torch.dtype) -> TensorInfo:
-        """A tensor that must be there, of so many axes and one of the dtypes."""
+        """Return the info of a required tensor; refuse another number of axes or another dtype."""
         info = self.source.infos.get(name)
         if info is None:
             raise CheckpointError(f"{self.source.label} is quantised by {self.method}, but lacks {name!r}.")
@@ -134,7 +133,7 @@ class _Packed:
         self.used |= {name for name in names if name in self.source.infos}
 
     def note_bias(self, module: str) -> None:
-        """Quantised layers may have a bias where the plain ones have none; of nothing but zeros, it does nothing."""
+        """Mark a bias of zeros as optional: quantised layers may have one where the plain ones have none."""
         name = f"{module}.bias"
         if name in self.source.infos and not self.source.read(name).any():
             self.optional.add(name)
@@ -150,7 +149,7 @@ class _Packed:
 
 
 def unpack_bits(packed: Tensor, bits: int, axis: int) -> Tensor:
-    """Take whole numbers of 32 bits apart into numbers of `bits` bits, lowest first, along an axis.
+    """Unpack 32-bit integers into numbers of `bits` bits, lowest first, along an axis.
 
     >>> import torch
     >>> from retex_hf.checkpoints.quantized import unpack_bits
@@ -191,7 +190,7 @@ def _read_gptq(
     groups = groups.long()
     if groups.numel() and not (groups.min().item() >= 0 and groups.max().item() < len(scales)):
         raise CheckpointError(f"{label}: '{module}.g_idx' names groups that '{module}.scales' does not have.")
-    # Of the first format, zero points are stored less one, modulo the numbers that there are.
+    # In the first format, zero points are stored minus one, modulo 2**bits.
     points = (unpack_bits(zeros, bits, 1) + offset) & (2**bits - 1)
     numbers = unpack_bits(weight, bits, 0)
     return ((numbers - points[groups]).float() * scales.float()[groups]).T.contiguous()
@@ -233,7 +232,7 @@ def _bitsandbytes(packed: _Packed, settings: Mapping[str, Any]) -> _Packed:
             packed.refuse(f"{module}.SCB")
         form = f"{module}.weight_format"
         if form in packed.source.infos and (prod(packed.info(form).shape) != 1 or packed.source.read(form).any()):
-            packed.refuse(form)  # an order of rows that is for one kind of graphics card
+            packed.refuse(form)  # a row order specific to one kind of GPU
         shape = packed.source.infos[f"{module}.weight"].shape
         packed.add(f"{module}.weight", shape, _read_int8, f"{module}.weight", f"{module}.SCB")
     for kind in ("nf4", "fp4"):
@@ -287,7 +286,7 @@ def _read_bnb4(
 ) -> Tensor:
     absmax, values, *second = scales
     if nested is not None:
-        # The scales are quantised too: their values times a scale per block of theirs, plus their mean.
+        # The scales are quantised too: code values times a scale per block, plus the mean of the scales.
         outer = second[0].repeat_interleave(nested)[: len(absmax)]
         absmax = second[1][absmax.long()] * outer + offset
     weight = weight.flatten()

@@ -1,5 +1,5 @@
-"""Where tensors come from: safetensors or `.bin` files, or memory. Names and shapes are known before a tensor is read,
-and files are memory-mapped, so reading one tensor costs that tensor."""
+"""Sources of tensors: safetensors files, `.bin` files, or memory. Names and shapes are known before a tensor is read,
+and files are memory-mapped, so reading one tensor costs only that tensor."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..errors import CheckpointError, brief
 from ..utils.strict_files import read_json
 from .torch_files import read_torch_file
 
-# The dtypes that are read. Of others (complex, eight bits and fewer, wide unsigned ones) torch lacks operations, or
-# the numbers mean something only with others that are stored beside them.
+# Supported dtypes. For others (complex, eight bits and fewer, wide unsigned ones) torch lacks operations, or the values
+# have a meaning only together with scales stored beside them.
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPES = frozenset(SAFETENSORS_DTYPES.values())
-# Names have a hundred characters. Whatever looks at one may take time with its length.
+# Real names have about a hundred characters; the time to process a name may grow with its length.
 LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,10 +40,10 @@ class TensorInfo:
 
 @dataclass
 class Source(ABC):
-    """A set of named tensors. `label` says where they are, for messages; `folder` is where config files lie, `files`
-    what the tensors are read from; `packed` says that they are quantised there, as the config says, and not here.
-    `optional` are tensors of zeros that a model need not have. `whole` is what a `model` in memory is a part of: a
-    SentenceTransformer."""
+    """A set of named tensors. `label` names them in messages; `folder` holds the config files, `files` the tensors.
+    `packed` means that the stored tensors are quantised, as the config says, while `read` returns plain ones.
+    `optional` are tensors of zeros that a model need not have. `whole` is the SentenceTransformer that a `model` in
+    memory is a part of."""
 
     label: str
     infos: dict[str, TensorInfo]
@@ -57,10 +57,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
 
     def identity(self) -> dict[str, Any]:
-        """What tells these tensors from others: the files' names, sizes and times, or a digest of what is in memory."""
+        """Return a fingerprint of these tensors: names, sizes and times of the files, or a digest of the values."""
         if self.files:
             states = {str(file.resolve()): file.stat() for file in self.files}
             return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
@@ -73,7 +73,7 @@ class Source(ABC):
 
 @dataclass
 class MemorySource(Source):
-    """Tensors of a state dict or a module."""
+    """The tensors of a state dict or a module."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class MemorySource(Source):
 
 @dataclass
 class SafetensorsSource(Source):
-    """Tensors of safetensors files."""
+    """The tensors of safetensors files."""
 
     handles: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class SafetensorsSource(Source):
 
 
 def open_state_dict(tensors: Mapping[str, Tensor], label: str, **kwargs: Any) -> MemorySource:
-    """A source over tensors in memory."""
+    """Return a source over tensors in memory."""
     for name, value in tensors.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{label}: a tensor's name must be a string, not {name!r}.")
@@ -135,7 +135,7 @@ def check_plain(what: str, tensor: Tensor) -> None:
 def open_files(
     files: list[Path], label: str, *, more_dtypes: Mapping[str, torch.dtype] | None = None, **kwargs: Any
 ) -> Source:
-    """A source over weight files, all safetensors or all `torch.save` files; `more_dtypes` are read of the former."""
+    """Return a source over weight files, all safetensors (with `more_dtypes` allowed) or all `torch.save` files."""
     if all(file.suffix == ".safetensors" for file in files):
         return _open_safetensors(files, label, SAFETENSORS_DTYPES | (more_dtypes or {}), **kwargs)
     tensors: dict[str, Tensor] = {}
@@ -165,7 +165,7 @@ def _open_safetensors(
                 piece = handle.get_slice(name)
                 infos[name] = TensorInfo(tuple(piece.get_shape()), dtypes[piece.get_dtype()])
                 handles[name] = handle
-        except FileNotFoundError:  # which safetensors also says where it may not read
+        except FileNotFoundError:  # safetensors also raises this for files that are not readable
             problem = "cannot be read: Permission denied" if file.exists() else "does not exist"
             raise CheckpointError(f"{file} {problem}.") from None
         except (SafetensorError, OSError) as error:
@@ -178,7 +178,7 @@ def _open_safetensors(
 def weight_files(
     folder: Path, stems: tuple[str, ...], suffixes: tuple[str, ...] = (".safetensors", ".bin")
 ) -> list[Path]:
-    """The weight files of a folder: the first of `stem.safetensors`, its shards, `stem.bin`, its shards."""
+    """Return a folder's weight files: the first found of `stem.safetensors`, its shards, `stem.bin`, its shards."""
     for suffix in suffixes:
         for stem in stems:
             single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
@@ -191,7 +191,7 @@ def weight_files(
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder, on any system, and leads nowhere else."""
+    """Return whether a name is a plain file name, without a path, on any system."""
     return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 

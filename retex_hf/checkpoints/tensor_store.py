@@ -1,8 +1,8 @@
-"""Where a build puts its results: in memory, or straight into the safetensors files of a folder.
+"""Stores for the results of a build: in memory, or directly in the safetensors files of a folder.
 
-A build asks for all tensors of a file at once and then fills them one by one. On disk the header is written first and
+A build allocates all tensors of a file at once and then fills them one by one. On disk the header is written first and
 the file is mapped shared: filling a tensor writes the file through the page cache, and nothing stays in the process's
-own memory. A store also remembers which pieces of work are finished, so that a build on disk can be killed and resumed.
+own memory. A store also records finished pieces of work, so that a build on disk can be killed and resumed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .sources import SAFETENSORS_DTYPES, TensorInfo
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 PARTS = ("model", "recovery", "heads", "rows", "pretrained")
 ALIGNMENT = 64
-# Syncing costs time, and losing a few seconds of work costs little.
+# Syncing takes time, and losing a few seconds of work costs little.
 SYNC_SECONDS = 10.0
 
 
 class Store(ABC):
-    """Tensors to fill and a record of finished work. `shared`: what one process writes, all processes see."""
+    """Tensors to fill and a record of finished work. `shared`: all processes see what one of them writes."""
 
     shared: bool
 
@@ -40,18 +40,18 @@ class Store(ABC):
     def allocate(
         self, part: str, infos: Mapping[str, TensorInfo], metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Tensor]:
-        """Tensors of these shapes and dtypes, for one part of the artifact (one of `PARTS`).
+        """Return tensors of these shapes and dtypes, for one part of the artifact (one of `PARTS`).
 
-        `metadata` is for the index, where the part is stored in shards. All processes must call this together.
+        `metadata` goes into the index if the part is stored in shards. All processes must call this together.
         """
 
     @abstractmethod
     def finished(self, stage: str) -> dict[str, Any]:
-        """What `record` was told of this stage before the build was interrupted, by key."""
+        """Return the facts that `record` stored for this stage before the build was interrupted, by key."""
 
     @abstractmethod
     def record(self, stage: str, key: str, facts: Any) -> None:
-        """A piece of work is done: its tensors are filled, and `facts` (JSON) is what else is known of it."""
+        """Record that a piece of work is done and its tensors are filled; `facts` (JSON) holds its other results."""
 
 
 class MemoryStore(Store):
@@ -75,7 +75,7 @@ class FolderStore(Store):
     """Tensors in safetensors files of `folder`; finished work in journals of `journal_folder`, one per process.
 
     `stems` names the files of each part, with the size above which it is stored in shards (None: never). A journal line
-    is written after the tensors it speaks of have reached the disk.
+    is written after its tensors have reached the disk.
     """
 
     shared = True
@@ -94,7 +94,7 @@ class FolderStore(Store):
         self._finished = _read_journals(journal_folder)
         rank = 0 if accelerator is None else accelerator.process_index
         self._journal = journal_folder / f"journal-{rank}.jsonl"
-        self._pending = ["\n"]  # ends what a kill may have cut off
+        self._pending = ["\n"]  # ends a line that a kill may have cut off
         self._synced = time.monotonic()
 
     def allocate(
@@ -134,7 +134,7 @@ class FolderStore(Store):
             self.sync()
 
     def sync(self) -> None:
-        """Bring all tensors to the disk, then the lines that speak of them."""
+        """Sync all tensors to the disk, then write the journal lines that record them."""
         for file in self.files:
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -159,20 +159,20 @@ def _read_journals(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def tensor_bytes(info: TensorInfo) -> int:
-    """Bytes of a tensor in a file."""
+    """Return the size of a tensor in a file, in bytes."""
     return prod(info.shape) * info.dtype.itemsize
 
 
 def create_file(path: Path, infos: Mapping[str, TensorInfo]) -> None:
-    """A safetensors file of its full size, with tensors to be filled; one that is there already keeps its contents."""
+    """Create a safetensors file of its full size, with tensors to be filled; a matching file keeps its content."""
     header, size = encode_header(infos)
     if path.is_file() and path.stat().st_size == size:
         with path.open("rb") as file:
             if file.read(len(header)) == header:
                 return
-    path.unlink(missing_ok=True)  # it may be one more name of a file of a finished folder
+    path.unlink(missing_ok=True)  # it may be a hard link to a file of a finished folder
     with path.open("wb") as file:
-        # Room is taken now: a mapped file that finds the disk full later kills the process.
+        # Reserve the space now: if the disk is full later, writing to the mapping kills the process.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
         else:
@@ -181,7 +181,7 @@ def create_file(path: Path, infos: Mapping[str, TensorInfo]) -> None:
 
 
 def map_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """The tensors of a file that `create_file` made; what is written to them is written to the file."""
+    """Return the tensors of a file that `create_file` made; writing to them writes to the file."""
     header, size = encode_header(infos)
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
     tensors = {}
@@ -193,7 +193,7 @@ def map_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
 
 
 def encode_header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
-    """The head of a safetensors file, padded so that data starts aligned, and the size of the whole file."""
+    """Return the header of a safetensors file, padded so that data starts aligned, and the size of the whole file."""
     offsets = data_offsets(infos)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, span in offsets.items():
@@ -206,7 +206,7 @@ def encode_header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
 
 
 def data_offsets(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
-    """Where each tensor lies: wide dtypes first, so that all are aligned though the format allows no gaps."""
+    """Return start and end of each tensor: wide dtypes first, so that all are aligned, as the format allows no gaps."""
     offsets, end = {}, 0
     for name in sorted(infos, key=lambda name: -infos[name].dtype.itemsize):
         start, end = end, end + tensor_bytes(infos[name])

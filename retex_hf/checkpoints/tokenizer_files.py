@@ -1,4 +1,4 @@
-"""Tokenizer and processor files: which they are, where they come from, and whether experts agree on them."""
+"""Tokenizer and processor files: finding, copying, and comparing them between experts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .manifest import FileRecord
 
 logger = logging.getLogger(__name__)
 
-# All names under which the tokenizers and processors of transformers and OpenCLIP keep something.
+# All file names that the tokenizers and processors of transformers and OpenCLIP use.
 SIDE_FILES = (
     "tokenizer*", "*vocab*", "merges.txt", "bpe.codes", "*.model", "*.spm", "*.tokenizer", "*.tiktoken", "tekken.json",
     "dict.txt", "byte_maps.json", "emoji.json", "word_shape.json", "word_pronunciation.json", "normalizer.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json",
     "audio_tokenizer_config.json",
 )  # fmt: skip
-# How such files end; others of these names may be code, or archives.
+# The endings of such files; others with these names may be code, or archives.
 ENDING = re.compile(r"\.(json|txt|tsv|model|spm|vocab|bpe|codes|tokenizer|tiktoken|jinja)(\.v[0-9]+)?$")
-# Folders beside them: named chat templates, and a processor's second tokenizer (InstructBLIP's).
+# Folders beside them: named chat templates, and the second tokenizer of a processor (InstructBLIP's).
 SIDE_FOLDERS = {"additional_chat_templates": ("*.jinja",), "*_tokenizer": SIDE_FILES}
-# The folders of tokenizers that tasks have of their own; see `task_tokenizer`.
+# The folders of the tasks' own tokenizers; see `task_tokenizer`.
 TASK_TOKENIZERS = f"task_{'[0-9a-f]' * 16}_tokenizer"
-# What says which token is which number; where both have the first, the others repeat it.
+# Files that map tokens to ids; where both folders have the first, the others repeat it.
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "vocab.txt", "vocab.json", "*.model")
-# What else in a `tokenizer.json` decides which tokens a text becomes.
+# The other sections of a `tokenizer.json` that affect tokenisation.
 STEPS = ("normalizer", "pre_tokenizer", "post_processor")
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """The tokenizer and processor files in a folder."""
+    """Yield the tokenizer and processor files in a folder."""
     yield from _matching(folder, SIDE_FILES)
     for pattern, names in SIDE_FOLDERS.items():
         for inner in sorted(folder.glob(pattern)):
@@ -48,7 +48,7 @@ def side_files(folder: Path) -> Iterator[Path]:
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a file of an artifact, by its name in there, belongs to a tokenizer or a processor."""
+    """Return whether a file of an artifact, by its relative name, belongs to a tokenizer or a processor."""
     folder, _, file = name.rpartition("/")
     if not _has_known_ending(file):
         return False
@@ -59,10 +59,10 @@ def is_side_file(name: str) -> bool:
 def copy_side_files(
     source: Path, folder: Path, records: Mapping[str, FileRecord] | None = None, tokenizers_of: Iterable[str] = ()
 ) -> None:
-    """Copy what `folder` does not have yet. What is copied may be published: no file from elsewhere, and no code.
+    """Copy the side files that `folder` does not have yet; no code and no links to elsewhere: they may be published.
 
-    With `records`, only the files that are recorded are copied, and must be as recorded. Of the tokenizers that tasks
-    have of their own, those of the tasks `tokenizers_of` are copied.
+    With `records`, copy only recorded files, and refuse those that have changed. Of the tasks' own tokenizers, copy
+    those of the tasks in `tokenizers_of`.
     """
     if not source.is_dir():
         logger.warning(
@@ -90,15 +90,15 @@ def copy_side_files(
 
 
 def find_side_folder(sources: Iterable[Source]) -> Path | None:
-    """The first folder that has such files, of those that checkpoints lie in or that models were loaded from."""
+    """Return the first folder of the sources that has side files, or else their first folder, if there is any."""
     folders = [folder for source in sources if (folder := _folder_of(source)) is not None]
     return next((folder for folder in folders if any(side_files(folder))), next(iter(folders), None))
 
 
 def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source], kept: Iterable[str] = ()) -> None:
-    """Say which experts were trained with a tokenizer that is not the base's, the one that is saved with the merge.
+    """Warn of experts trained with another tokenizer than the base's, which is the one saved with the merge.
 
-    Those of the tasks `kept` are saved too.
+    The tokenizers of the tasks in `kept` are saved too.
     """
     own = _folder_of(base)
     for task, source in experts.items() if own is not None else ():
@@ -115,7 +115,7 @@ def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source], kept: 
 
 
 def tokenizer_difference(folder: Path, other: Path) -> str | None:
-    """How the vocabulary in another folder differs, in a few words; None where it does not, or one has none."""
+    """Describe briefly how the vocabulary in another folder differs; None if it does not, or one has none."""
     for pattern in VOCABULARIES:
         pairs = [(file, other / file.name) for file in sorted(folder.glob(pattern)) if (other / file.name).is_file()]
         for ours, theirs in pairs:
@@ -125,15 +125,15 @@ def tokenizer_difference(folder: Path, other: Path) -> str | None:
                 return f"{ours.name} differs"
             try:
                 return _difference(_token_ids(ours), _token_ids(theirs))
-            except CheckpointError as error:  # of what is only said, no build may fail
+            except CheckpointError as error:  # this only feeds a warning: never fail the build over it
                 return f"their tokens cannot be compared ({first_line(error).rstrip('.')})"
     return None
 
 
 def moved_tokens(folder: Path, other: Path, *, new: bool = False) -> list[str] | None:
-    """Tokens of another folder's tokenizer that have another number than here; with `new`, also those not here at all.
+    """Return the tokens of another folder's tokenizer that have another id than here; with `new`, also new tokens.
 
-    None where one of them does not list its tokens in a `tokenizer.json`.
+    Return None if one of them does not list its tokens in a `tokenizer.json`.
     """
     files = [path / TOKENIZER for path in (folder, other)]
     if not all(file.is_file() for file in files):
@@ -145,10 +145,10 @@ def moved_tokens(folder: Path, other: Path, *, new: bool = False) -> list[str] |
 
 
 def is_other_tokenizer(folder: Path, other: Path) -> bool:
-    """Whether the tokenizer in another folder makes other tokens of a text, by its vocabulary or its steps.
+    """Return whether the tokenizer in another folder tokenises differently, by its vocabulary or its steps.
 
-    A `tokenizer.json` that cannot be read counts as the same: `warn_of_other_tokenizers` says so. Tokenizers without a
-    file in common count as different.
+    A `tokenizer.json` that cannot be read counts as the same: `warn_of_other_tokenizers` reports it. Tokenizers without
+    a file in common count as different.
     """
     files = [path / TOKENIZER for path in (folder, other)]
     if not all(file.is_file() for file in files):
@@ -167,23 +167,23 @@ def is_other_tokenizer(folder: Path, other: Path) -> bool:
 
 
 def tokenizer_folder(source: Source) -> Path | None:
-    """Where the tokenizer of a checkpoint lies, if it has one."""
+    """Return the folder of a checkpoint's tokenizer; None if it has none."""
     folder = _folder_of(source)
     return folder if folder is not None and any(folder.glob("tokenizer*.json")) else None
 
 
 def task_tokenizer(task: str) -> str:
-    """The folder of an artifact in which a task's own tokenizer lies; names of tasks need not be names of folders."""
+    """Return the folder of a task's own tokenizer in an artifact; a hash, as task names need not be folder names."""
     return f"task_{hashlib.blake2b(task.encode(), digest_size=8).hexdigest()}_tokenizer"
 
 
 def is_task_tokenizer(name: str) -> bool:
-    """Whether a folder of an artifact has the tokenizer of a task."""
+    """Return whether a folder of an artifact is that of a task's own tokenizer."""
     return fnmatchcase(name, TASK_TOKENIZERS)
 
 
 def copy_task_tokenizers(tokenizers: Mapping[str, Path], folder: Path) -> None:
-    """Copy the tokenizers that tasks have of their own into an artifact, those that are not there yet."""
+    """Copy the tasks' own tokenizers into an artifact, except those that are already there."""
     for task, source in tokenizers.items():
         target = folder / task_tokenizer(task)
         if not target.exists():
@@ -212,11 +212,11 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _token_ids(path: Path) -> dict[str, int]:
-    """Token and number of all tokens of a `tokenizer.json`."""
+    """Return all tokens of a `tokenizer.json` with their ids."""
     values = read_json(path, CheckpointError)
     try:
         vocabulary: Any = values.get("model", {}).get("vocab", {})
-        if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of their numbers
+        if isinstance(vocabulary, list):  # Unigram: [token, score], in the order of the ids
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         return {**vocabulary, **{entry["content"]: entry["id"] for entry in values.get("added_tokens", [])}}
     except (AttributeError, IndexError, KeyError, TypeError):
@@ -224,7 +224,7 @@ def _token_ids(path: Path) -> dict[str, int]:
 
 
 def _folder_of(source: Source) -> Path | None:
-    """Where a checkpoint lies, or the folder that a model in memory was loaded from; as long as this process runs."""
+    """Return the folder of a checkpoint, or the one that a model in memory was loaded from, if it still exists."""
     if source.folder is not None:
         return source.folder.absolute()
     name = getattr(source.model, "name_or_path", "")

@@ -1,9 +1,9 @@
-"""Files that `torch.save` wrote, read without unpickling them.
+"""Reading of `torch.save` files without unpickling them.
 
-A pickle is a program. Of its instructions only those are followed here that write down plain values and tensors, and
-what they ask to be called is never looked up, let alone called: a tensor is noted as a storage, a shape and strides.
-What was noted is judged by the bytes that the file has, and mapped. So a tensor takes what the file holds of it,
-whatever the program says.
+A pickle is a program. Only the instructions that describe plain values and tensors are interpreted here, and the
+functions that they name are never looked up or called: a tensor is recorded as a storage, a shape and strides. These
+are then checked against the bytes in the file, and mapped. So a tensor never takes more memory than the file holds for
+it, whatever the program says.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 from ..errors import CheckpointError, brief, first_line
 from ..utils.terminal import visible
 
-# Of a program and of a table of contents. A shard of the largest models has a tenth of that.
+# Limits of the pickle and of the archive's directory. A shard of the largest models has a tenth of that.
 MOST_PICKLE_BYTES, MOST_DIRECTORY_BYTES = 16_000_000, 32_000_000
-# A tensor takes about thirty.
+# A tensor takes about thirty instructions.
 MOST_INSTRUCTIONS = 2_000_000
 MOST_AXES, LARGEST_NUMBER = 64, 2**62
-# How often the bytes of a file may be used, under several names: a model whose layers are all one has a name for each.
+# How many names may share the same bytes: a model whose layers are all tied has a name for each.
 MOST_TIED = 64
 LEGACY_START = [0x1950A86A20F9469CFC6C, 1001]
 
@@ -45,7 +45,7 @@ ORDERED_DICT, FROM_TYPE = "collections.OrderedDict", "torch._tensor._rebuild_fro
 TENSORS = {"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"}
 PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
 PLAIN_CLASSES = {"torch.Tensor", "torch.nn.parameter.Parameter"}
-# What else torch writes. Values that are no plain tensors are noted, and refused where they are among the weights.
+# Other names that torch writes. Values that are not plain tensors are recorded, and refused if they are weights.
 OTHERS = PLAIN_CLASSES | {
     ORDERED_DICT, FROM_TYPE, "torch.Size", "torch.device", "torch.serialization._get_layout",
     "torch.storage.UntypedStorage", "collections.Counter",
@@ -56,19 +56,19 @@ DAMAGED = "it is damaged, or another kind of file"
 
 
 class _Refusal(Exception):
-    """Why a file is not read."""
+    """The reason why a file is not read."""
 
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that the program mentions."""
+    """A global name that the pickle mentions."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """A run of numbers in the file."""
+    """A contiguous run of numbers in the file."""
 
     kind: str
     key: str
@@ -81,7 +81,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor: which numbers of a storage it shows."""
+    """A tensor as a view of a storage."""
 
     storage: _Storage
     offset: int
@@ -95,14 +95,14 @@ class _View:
 
 @dataclass(frozen=True)
 class _Other:
-    """A value that is no plain tensor."""
+    """A value that is not a plain tensor."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A number as a key, hashed as a text is: those of one hash, which anyone can write down, take quadratic time."""
+    """A number as a key, hashed as text: hashes of numbers are easy to make collide, which takes quadratic time."""
 
     text: str
 
@@ -111,7 +111,7 @@ class _Number:
 
 
 def read_torch_file(file: Path) -> dict[Any, Any]:
-    """The named tensors of a file, mapped into memory; values of other types are given as they are."""
+    """Return the named tensors of a file, mapped into memory; values of other types are returned unchanged."""
     try:
         with file.open("rb") as stream:
             zipped = stream.read(4) == b"PK\3\4"
@@ -133,9 +133,9 @@ def read_torch_file(file: Path) -> dict[Any, Any]:
     return _mapped(file, loaded, places)
 
 
-# ---- what is in the file ---------------------------------------------------------------------------------------------
+# ---- the layout of the file ------------------------------------------------------------------------------------------
 
-# Of each storage: where its bytes begin, and how many there are.
+# Offset and length in bytes, by storage.
 Places = Mapping[str, tuple[int, int]]
 
 
@@ -165,7 +165,7 @@ def _read_zip(stream: BinaryIO) -> tuple[Any, Places]:
 
 
 def _directory_bytes(stream: BinaryIO, size: int) -> int:
-    """How long the table of contents at the end of an archive says it is. torch writes nothing behind it."""
+    """Return the declared length of the directory at the end of an archive. torch writes nothing after it."""
     stream.seek(max(0, size - 98))
     tail = stream.read(98).rjust(98, b"\0")
     record, locator, end = tail[:56], tail[56:76], tail[76:]
@@ -176,7 +176,7 @@ def _directory_bytes(stream: BinaryIO, size: int) -> int:
 
 
 def _place(stream: BinaryIO, entry: zipfile.ZipInfo, size: int) -> tuple[int, int]:
-    """Where a part of an archive begins, and its bytes. torch compresses nothing, so what is there is all there is."""
+    """Return offset and length of a part of an archive. Refuse compressed parts, which torch never writes."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
         raise _Refusal(f"its part {brief(entry.filename)} is compressed, which torch never does")
     stream.seek(entry.header_offset)
@@ -190,7 +190,7 @@ def _place(stream: BinaryIO, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
 
 
 def _check_apart(places: Places) -> None:
-    """Refuse parts that share bytes: so the parts of a file, each copied once, are no more than the file."""
+    """Refuse parts that share bytes, so that copying each part once takes no more memory than the file."""
     end = 0
     for start, length in sorted(places.values()):
         if start < end:
@@ -206,7 +206,7 @@ def _part(stream: BinaryIO, start: int, length: int) -> bytes:
 
 
 def _read_legacy(stream: BinaryIO) -> tuple[Any, Places]:
-    """As torch before 1.6 wrote it: four programs, a fifth with the keys of storages, and each with its length."""
+    """Read the format of torch before 1.6: four pickles, a fifth with the storage keys, then storages with lengths."""
     size = os.fstat(stream.fileno()).st_size
     stream.seek(0)
     programs = io.BytesIO(stream.read(MOST_PICKLE_BYTES))
@@ -225,7 +225,7 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, Places]:
         if storage is None or numel != storage.numel:
             raise _Refusal(DAMAGED)
         if storage.dtype is None:
-            break  # how long it is, and where the next one begins, is not known
+            break  # its length is unknown, and so is where the next one begins
         length = numel * storage.dtype.itemsize
         if place + 8 + length > size:
             raise _Refusal(DAMAGED)
@@ -234,7 +234,7 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, Places]:
     return loaded, places
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the pickle ------------------------------------------------------------------------------------------------------
 
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 MADE = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": lambda: _Other("a set")}
@@ -243,10 +243,10 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _run(stream: BinaryIO, storages: dict[str, _Storage] | None = None) -> Any:
-    """Follow a program to its end, and return the value that it writes down; `storages` collects what it names."""
+    """Interpret a pickle to its end and return the value it describes; `storages` collects the storages it names."""
     try:
         return _follow(stream, {} if storages is None else storages)
-    except (IndexError, KeyError):  # more is taken than was put there
+    except (IndexError, KeyError):  # the stack or the memo lacks an entry
         raise _Refusal(DAMAGED) from None
 
 
@@ -301,7 +301,7 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
             arguments = stack.pop()
             stack.append(_call(stack.pop(), arguments, take))
         elif name == "BUILD":
-            stack.pop()  # attributes: of a state dict its version, of a tensor nothing that is read
+            stack.pop()  # attributes, none of which are needed
             if not isinstance(stack[-1], (dict, _Other, _View)):
                 raise _Refusal(DAMAGED)
         elif name == "BINPERSID":
@@ -339,7 +339,7 @@ def _update(values: Any, items: list[Any]) -> None:
     if not isinstance(values, dict) or len(items) % 2:
         raise _Refusal(DAMAGED)
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # No tuples: to look one up may take forever, where each holds the one before twice.
+        # No tuples: hashing takes exponential time if each tuple holds the previous one twice.
         if not isinstance(key, (str, int, float, bytes)) and key is not None:
             raise _Refusal("it has keys that are neither texts nor numbers")
         key = _Number(repr(key)) if isinstance(key, (int, float)) else key
@@ -349,7 +349,7 @@ def _update(values: Any, items: list[Any]) -> None:
 
 
 def _call(function: Any, arguments: Any, take: Callable[[int], None]) -> Any:
-    """The value that a call would give, noted; `take` counts the steps of calls that take many."""
+    """Return a record of the value that a call would give; `take` counts the steps of calls that take many."""
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
         raise _Refusal(DAMAGED)
     name = function.name
@@ -357,7 +357,7 @@ def _call(function: Any, arguments: Any, take: Callable[[int], None]) -> Any:
         return _ordered(arguments[0] if arguments and isinstance(arguments[0], list) else [], take)
     if name in TENSORS:
         storage, offset, size, stride, *rest = arguments if len(arguments) > 3 else (None,) * 4
-        lazy = bool(rest[2:])  # a conjugate, or a negative, that is worked out when it is read
+        lazy = bool(rest[2:])  # a conjugate or negative view, computed on access
         if not isinstance(storage, _Storage) or lazy:
             return _Other(name)
         if not isinstance(offset, int) or not _is_numbers(size) or not _is_numbers(stride):
@@ -368,13 +368,13 @@ def _call(function: Any, arguments: Any, take: Callable[[int], None]) -> Any:
     if name == FROM_TYPE and len(arguments) == 4 and isinstance(arguments[1], _Global):
         inner, kind, values, _ = arguments
         return _call(inner, values, take) if kind.name in PLAIN_CLASSES and inner != function else _Other(kind.name)
-    # Of dtypes without a storage of their own, the last but one says which it is.
+    # For dtypes without a storage class of their own, the seventh argument is the dtype.
     dtype = next((argument for argument in arguments[6:7] if isinstance(argument, _Global)), None)
     return _Other(name if dtype is None else dtype.name)
 
 
 def _ordered(pairs: list[Any], take: Callable[[int], None]) -> dict[Any, Any]:
-    """A dict of pairs. One list may be given to any number of calls, so the pairs of each call count."""
+    """Return a dict of pairs. One list may be given to many calls, so the pairs of each call are counted."""
     take(len(pairs))
     values: dict[Any, Any] = {}
     for pair in pairs:
@@ -385,7 +385,7 @@ def _ordered(pairs: list[Any], take: Callable[[int], None]) -> dict[Any, Any]:
 
 
 def _storage(key: Any) -> _Storage:
-    """The storage that a persistent id of torch names: kind, key, device (which is not ours), and how many numbers."""
+    """Return the storage named by torch's persistent id: kind, key, device (ignored), and number of elements."""
     if not isinstance(key, tuple) or len(key) < 5 or key[0] != "storage" or key[5:] not in ((), (None,)):
         raise _Refusal(DAMAGED)
     kind, name, _, numel = key[1:5]
@@ -399,11 +399,11 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_numbers(values: Any) -> bool:
-    """Whether it is a tuple of integers, and of nothing that holds others."""
+    """Return whether a value is a tuple of integers only."""
     return isinstance(values, tuple) and all(isinstance(value, int) for value in values)
 
 
-# ---- from what was noted to tensors ----------------------------------------------------------------------------------
+# ---- from records to tensors -----------------------------------------------------------------------------------------
 
 
 def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, Any]:
@@ -413,15 +413,15 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
         if isinstance(value, _View):
             _check_place(f"{file}: tensor {brief(name)}", value, places)
     views, size = [value for value in values.values() if isinstance(value, _View)], file.stat().st_size
-    # Tied tensors, one of which may be transposed, are the same numbers under several names.
+    # Tied tensors, one of which may be transposed, share the same numbers.
     distinct = {(view.storage.key, view.offset, view.numel): view for view in views}.values()
     if _bytes(distinct) > size or _bytes(views) > MOST_TIED * size:
         raise CheckpointError(f"{file} has {size} bytes, but its tensors have {_bytes(views)}: they overlap.")
     try:
         whole = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
-    except RuntimeError as error:  # changed in the meantime, or beyond what the process may map
+    except RuntimeError as error:  # the file has changed meanwhile, or exceeds what the process may map
         raise CheckpointError(f"{file} cannot be mapped into memory: {first_line(error)}.") from None
-    # One of each key, whatever the tensors say of its dtype and length: what is copied is in the file, once.
+    # One storage per key, whatever dtypes and lengths the tensors declare, so that each is copied at most once.
     widest: dict[str, int] = {}
     for storage in {view.storage for view in views}:
         widest[storage.key] = max(widest.get(storage.key, 1), storage.dtype.itemsize)
@@ -437,7 +437,7 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
 
 
 def _check_kind(what: str, value: Any) -> None:
-    """Refuse tensors that are not plain: sparse, quantised, complex, of a class of their own, without numbers."""
+    """Refuse tensors that are not plain: sparse, quantised, complex, of a custom class, or on the meta device."""
     if isinstance(value, _Other):
         raise CheckpointError(f"{what} is no dense tensor of a dtype that is read: the file has {brief(value.what)}.")
     if isinstance(value, _View) and value.storage.dtype is None:
@@ -445,10 +445,10 @@ def _check_kind(what: str, value: Any) -> None:
 
 
 def _check_place(what: str, view: _View, places: Places) -> None:
-    """Refuse a tensor that shows more numbers than its storage has."""
+    """Refuse a tensor that reaches beyond its storage."""
     storage, axes = view.storage, (*view.size, *view.stride, view.offset)
     is_shape = all(map(_is_count, axes)) and len(view.size) == len(view.stride) <= MOST_AXES
-    # Without its axes of size 0 too: torch works out strides from the others.
+    # Axes of size 0 are left out, because torch computes strides from the others.
     if not is_shape or prod(size for size in view.size if size) > LARGEST_NUMBER:
         raise CheckpointError(f"{what} has a shape that is none: {brief(view.size)} in steps of {brief(view.stride)}.")
     _, length = places.get(storage.key, (0, -1))

@@ -1,5 +1,5 @@
-"""Merge an adapter into one module, through peft's own layers: a plain module with the base's numbers, wrapped as peft
-wraps it, given the module's adapter tensors, merged, and unwrapped again. No other module is held."""
+"""Merging of an adapter into one module through peft's own layers: a plain module with the base's values is wrapped by
+peft, given the module's adapter tensors, merged, and unwrapped again. No other module is held."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from ..errors import CheckpointError, brief, first_line
 MODULE = "module"
 PREFIX = f"base_model.model.{MODULE}."
 SHARED_PREFIX = "base_model."
-# Numbers of a tensor that an adapter's configuration alone asks for (random projections, logits): 1 GiB in float32.
+# Limit of the size of a tensor that depends only on an adapter's configuration (random projections, logits): 1 GiB in
+# float32.
 MOST_NUMBERS = 2**28
-# Where tensors of whole numbers point: into the rows and columns of a weight, or into its numbers one after another.
+# Integer tensors: indices of rows and columns of a weight, or indices into the flattened weight.
 POSITIONS, PLACES = "shira_indices", "supertuning_indices"
 
 
@@ -38,14 +39,15 @@ def merge_module(
     """Return a module's parameters with an adapter merged into them, in float32.
 
     Args:
-        kind: The adapter's type.
-        settings: Its settings for this module, checked by `TunerSettings`.
-        owner: A module of the class and the shapes that is adapted; its own numbers are not looked at.
-        parameters: The base's numbers.
-        parts: The adapter's tensors of this module, by their names behind the module's; shared ones under their own.
+        kind: Type of the adapter.
+        settings: Settings for this module, checked by `TunerSettings`.
+        owner: Module of the adapted class and shapes; its own values are not used.
+        parameters: Values of the base.
+        parts: Tensors of the adapter for this module, by their names after the module's; shared ones by their own.
 
     Raises:
-        CheckpointError: The tensors are not those that peft makes for these settings. Names nobody; the caller does.
+        CheckpointError: The tensors are not those that peft makes for these settings. The caller adds the names of the
+            adapter and the module.
     """
     _check_indices(parts, parameters["weight"])
     floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in parts.items()}
@@ -54,7 +56,7 @@ def merge_module(
         _load(wrapped, kind, floats)
         try:
             merged = getattr(wrapped.merge_and_unload(), MODULE)
-        except Exception as error:  # whatever foreign numbers make peft raise
+        except Exception as error:  # untrusted values can make peft raise anything
             raise CheckpointError(f"does not merge into it: {first_line(error).rstrip('.')}") from error
     found = {name: tensor.detach() for name, tensor in merged.named_parameters(recurse=False)}
     for name in found.keys() - parameters.keys():
@@ -64,8 +66,8 @@ def merge_module(
 
 
 def derive_projections(kind: str, settings: Mapping[str, Any], rows: int, columns: int) -> dict[str, Tensor]:
-    """Make the random projections that an adapter of a type did not save, for modules of at most so many rows and
-    columns, by the seed that it names."""
+    """Recompute the random projections that an adapter did not save, from its seed, for modules of at most this many
+    rows and columns."""
     rank = settings.get("r") or PEFT_TYPE_TO_CONFIG_MAPPING[kind]().r
     bases = ceil(min(rows, columns) / rank) if kind == "RANDLORA" else 1
     if rank * bases * max(rows, columns) > MOST_NUMBERS:
@@ -83,7 +85,7 @@ PROJECTIONS = {
 
 
 def slice_projections(kind: str, projections: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
-    """Return what a module of so many rows and columns uses of the projections that all modules share."""
+    """Return the part of the shared projections that a module of this many rows and columns uses."""
     first, second = (projections[name] for name in PROJECTIONS[kind])
     if kind == "RANDLORA":
         small, large = min(rows, columns), max(rows, columns)
@@ -108,7 +110,7 @@ def aside() -> Iterator[None]:
 
 
 class _Holder(nn.Module):
-    """A model of one module."""
+    """A model that consists of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -116,10 +118,10 @@ class _Holder(nn.Module):
 
 
 def _with_parameters(owner: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module like another, with numbers of its own."""
+    """Return a copy of a module with other parameters."""
     module = owner.__class__.__new__(owner.__class__)
     module.__dict__ = dict(owner.__dict__)
-    # Copies, because peft writes into them.
+    # Copies, because peft writes to them.
     own = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in parameters.items()}
     module._parameters = {
         name: nn.Parameter(own[name], requires_grad=False) if name in own else None for name in owner._parameters
@@ -139,18 +141,18 @@ def _wrap(kind: str, settings: Mapping[str, Any], module: nn.Module) -> PeftMode
         values |= {"target_r": values["init_r"], "total_step": 1}
     try:
         return get_peft_model(_Holder(module), config_class(**values)).eval()
-    except Exception as error:  # whatever a foreign configuration makes peft raise
+    except Exception as error:  # an untrusted configuration can make peft raise anything
         raise CheckpointError(f"does not fit it: {first_line(error).rstrip('.')}") from error
 
 
 def _load(model: PeftModel, kind: str, parts: Mapping[str, Tensor]) -> None:
-    """Give the wrapped module its tensors; refuse others than peft itself would have saved."""
+    """Load the adapter's tensors into the wrapped module; refuse tensors that peft would not have saved."""
     shared = {
         name for name in parts if name.startswith(tuple(PROJECTIONS.get(kind, ("vblora_vector_bank", "tinylora_v."))))
     }
     given = {(SHARED_PREFIX if name in shared else PREFIX) + name: tensor for name, tensor in parts.items()}
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-    # RandLoRA's projections are saved once more with each module; what is shared counts.
+    # RandLoRA's projections are saved again with each module; only the shared ones count.
     expected = {
         name: tensor
         for name, tensor in expected.items()
@@ -168,7 +170,7 @@ def _load(model: PeftModel, kind: str, parts: Mapping[str, Tensor]) -> None:
             )
     try:
         result = set_peft_model_state_dict(model, given)
-    except Exception as error:  # whatever foreign tensors make peft raise; the cause stays attached
+    except Exception as error:  # untrusted tensors can make peft raise anything
         raise CheckpointError(f"does not load into it: {first_line(error).rstrip('.')}") from error
     if result.unexpected_keys:
         raise CheckpointError(f"has a {_shown(result.unexpected_keys[0])} for it, which peft leaves out")
@@ -179,7 +181,7 @@ def _shown(name: str) -> str:
 
 
 def _check_indices(parts: Mapping[str, Tensor], weight: Tensor) -> None:
-    """Refuse positions outside of the weight, which not every operation of torch looks at."""
+    """Refuse indices outside of the weight, which not every torch operation checks."""
     limits = {POSITIONS: list(weight.shape), PLACES: [weight.numel()]}
     for name in limits.keys() & parts.keys():
         rows = parts[name].long() if len(limits[name]) > 1 else parts[name].long().flatten()[None]
@@ -191,5 +193,5 @@ def _check_indices(parts: Mapping[str, Tensor], weight: Tensor) -> None:
 
 
 def default_targets(kind: str) -> Mapping[str, list[str]]:
-    """Return which modules peft adapts where a configuration names none, by the model's type."""
+    """Return the modules that peft adapts if a configuration names none, by model type."""
     return getattr(PEFT_TYPE_TO_TUNER_MAPPING[kind], "target_module_mapping", None) or {}

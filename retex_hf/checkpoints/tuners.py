@@ -1,8 +1,8 @@
-"""The adapter types of peft: which of them change weights, and which of their settings say how.
+"""The adapter types of peft: those that change weights, and the settings that determine how.
 
-A type that is read is described by the settings that its merged weight depends on. Each is checked before peft sees it,
-because a configuration is a stranger's file: sizes are bounded by the module's own, texts are from a list, and patterns
-are matched by `patterns.py`. Settings that steer training only (dropout, schedules) are left out.
+A supported type is described by the settings that its merged weight depends on. Each is checked before peft sees it,
+because a configuration is an untrusted file: sizes are bounded by those of the module, texts must be in a list, and
+patterns are matched by `patterns.py`. Settings that affect only training (dropout, schedules) are left out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..errors import CheckpointError, brief
 from .patterns import Patterns
 
 REMEDY = "merge it with peft's merge_and_unload first, and give the merged checkpoint"
-# Beyond it, float32 soon has no room for the product.
+# Beyond it, the product may overflow float32.
 LARGEST_NUMBER = 1e30
-# A rank or block may be larger than the module in small models, but not in others.
+# A rank or block may exceed the sides of a small module, up to this size.
 LEAST_SIZE_LIMIT = 1024
 LARGEST_SEED = 2**63 - 1
 SIDE, AREA = "side", "area"
@@ -28,7 +28,8 @@ SIDE, AREA = "side", "area"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting may be: a test, and words for it. `bound` says what of a module's weight it may not exceed."""
+    """The allowed values of a setting: a test, and its description in words. `bound` is the size of a module's weight
+    that the value may not exceed."""
 
     is_allowed: Callable[[Any], bool]
     words: str
@@ -50,7 +51,7 @@ def _choice(*values: Any) -> Setting:
 
 
 SIZE = Setting(lambda value: _is_whole(value, 1, LARGEST_SEED), "a whole number above 0", SIDE)
-# Where 0 (or -1) leaves the choice to peft.
+# A size for which 0 (or -1) leaves the choice to peft.
 FREE_SIZE = Setting(lambda value: _is_whole(value, -1, LARGEST_SEED), "a whole number from -1", SIDE)
 COUNT = Setting(lambda value: _is_whole(value, 1, LARGEST_SEED), "a whole number above 0", AREA)
 VECTORS = Setting(lambda value: _is_whole(value, 1, 2**24), "a whole number above 0, and at most 16777216")
@@ -67,13 +68,13 @@ TOKENS = Setting(
 
 @dataclass(frozen=True)
 class Tuner:
-    """A type that is read.
+    """A supported adapter type.
 
     Args:
-        prefix: How the names of its tensors begin, behind the name of their module.
-        settings: The settings that the merged weight depends on.
+        prefix: Prefix of the names of its tensors, after the name of their module.
+        settings: Settings that the merged weight depends on.
         patterns: Settings with a value per module, and the setting whose value they replace.
-        dotted: Whether peft asks for a dot before what a pattern matches.
+        dotted: Whether peft requires a dot before the part of the name that a pattern matches.
     """
 
     prefix: str
@@ -98,7 +99,7 @@ TUNERS: dict[str, Tuner] = {
     ),
     "BEFT": Tuner("beft_"),
     "BOFT": Tuner(
-        # Of one butterfly factor, which is all that peft merges without a GPU; the tensors of more do not fit.
+        # Only one butterfly factor, which is all that peft merges without a GPU; the tensors of more do not fit.
         "boft_",
         {"boft_block_size": FREE_SIZE, "boft_block_num": FREE_SIZE},
     ),
@@ -124,7 +125,7 @@ TUNERS: dict[str, Tuner] = {
         },
     ),
     "GRALORA": Tuner("gralora_", {"r": SIZE, "hybrid_r": FREE_SIZE, "alpha": NUMBER, "gralora_k": SIZE}),
-    "HIRA": Tuner("hira_", {"r": SIZE}),  # peft leaves its rank_pattern out
+    "HIRA": Tuner("hira_", {"r": SIZE}),  # peft ignores its rank_pattern
     "HRA": Tuner("hra_", {"r": SIZE, "apply_GS": FLAG}),
     "IA3": Tuner("ia3_"),
     "LN_TUNING": Tuner("ln_tuning_"),
@@ -201,7 +202,7 @@ JOINT = {"FROD": _JOINT, "UNILORA": _JOINT}
 
 
 def tuner_of(kind: Any, label: str) -> Tuner:
-    """Return how a type is read; refuse the others, saying why.
+    """Return the description of a supported type; refuse other types and say why.
 
     >>> from retex_hf.checkpoints.tuners import tuner_of
     >>> tuner_of("LOHA", "expert 'a'").prefix
@@ -218,12 +219,12 @@ def tuner_of(kind: Any, label: str) -> Tuner:
 
 
 class TunerSettings:
-    """The settings of an adapter, checked; `of` gives those of a module.
+    """The checked settings of an adapter; `of` returns those of a module.
 
     Args:
-        kind: The type, one of `TUNERS`.
-        settings: What an `adapter_config.json` holds.
-        label: Names the adapter in messages.
+        kind: Type of the adapter, one of `TUNERS`.
+        settings: Content of an `adapter_config.json`.
+        label: Name of the adapter in messages.
     """
 
     def __init__(self, kind: str, settings: Mapping[str, Any], label: str) -> None:
@@ -263,7 +264,7 @@ class TunerSettings:
             raise CheckpointError(f"{where} must be names and numbers, not {brief(values)}.")
         for pattern, value in values.items():
             self._check(self._tuner.settings[target], value, f"{key} of its configuration for {brief(pattern)}")
-            if self._tuner.dotted and "|" in pattern:  # which would bind less tightly than what peft puts around it
+            if self._tuner.dotted and "|" in pattern:  # binds less tightly than the text that peft puts around it
                 raise CheckpointError(f"{where} has {brief(pattern)}, a choice, which is not read: {REMEDY}.")
         return Patterns(values, where)
 

@@ -1,8 +1,8 @@
-"""Vocabularies that differ by a few tokens: which tensors have a row per token, and what each expert has of them.
+"""Alignment of vocabularies that differ by a few tokens, for tensors with a row per token.
 
 An expert whose vocabulary is the base's with tokens added (or with its last rows cut off) has the same token in the
 same row as the base, as far as both go. Those rows are merged and recovered like any other weight; the rows beyond the
-base's are kept per task, as they are. Tokens that have moved to other rows leave nothing to align by number.
+base's are stored per task, unchanged. If tokens have moved to other rows, the tensors cannot be aligned by row.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ RELATED_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The base's number of tokens and each task's.
+    """The number of tokens of the base and of each task.
 
     `names` are tensors with a row per token that are aligned by row, because experts differ in the number of rows;
-    `whole` are those that cannot be, because the same row is another token.
+    `whole` are those that cannot be aligned, because the same row is another token.
     """
 
     names: list[str]
@@ -53,10 +53,10 @@ def align_vocabulary(
     experts: Mapping[str, tuple[Path | None, Checkpoint]],
     heads: list[str],
 ) -> Vocabulary | None:
-    """Find tensors with a row per token, and whether they can be aligned by row; None where there are none.
+    """Find tensors with a row per token, and whether they can be aligned by row; return None if there are none.
 
-    Checkpoints come with the folders of their tokenizers. `heads` are patterns of tensors that every task keeps whole,
-    whatever they are.
+    `base` and `experts` are pairs of tokenizer folder and checkpoint. `heads` are patterns of tensors that are stored
+    in full for every task in any case.
     """
     checkpoints = {task: checkpoint for task, (_, checkpoint) in experts.items()}
     tables = library.vocabulary_names(model, inventory)
@@ -65,7 +65,7 @@ def align_vocabulary(
         return None
     trailing = {name: base[1].shape(name)[1:] for name in tables}
     if any(found.shape(name)[1:] != trailing[name] for found in checkpoints.values() for name in tables):
-        return None  # another architecture, which is said where shapes are compared
+        return None  # another architecture, which is reported where shapes are compared
     size = base[1].shape(tables[0])[0]
     sizes = {task: found.shape(tables[0])[0] for task, found in checkpoints.items()}
     names = [name for name in tables if not matches(name, heads)]
@@ -84,10 +84,10 @@ def align_vocabulary(
 
 
 def _moved(base_folder: Path | None, folder: Path | None) -> str | None:
-    """Return what the tokenizer of an expert with as many tokens as the base shows against alignment, if anything."""
+    """Return why an expert with as many tokens as the base cannot be aligned, by its tokenizer; None if it can."""
     try:
         moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
-    except CheckpointError:  # rows of equal number need no tokenizer: a damaged one is only warned of
+    except CheckpointError:  # equal numbers of rows need no tokenizer: a damaged one only causes a warning
         return None
     return _said(moved) if moved else None
 
@@ -99,7 +99,7 @@ def _said(moved: list[str]) -> str:
 def _against(
     base_folder: Path | None, base: Checkpoint, folder: Path | None, expert: Checkpoint, name: str
 ) -> str | None:
-    """Return what shows that the same row is another token; tokenizers tell, or else the rows themselves."""
+    """Return why the same row is another token, judged by the tokenizers or else the rows; None if it is the same."""
     moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
     if moved is not None:
         return _said(moved) if moved else None
@@ -127,7 +127,7 @@ def _warn(task: str, reason: str, names: list[str], experts: Mapping[str, Checkp
 
 
 def aligned_view(expert: Checkpoint, base: Checkpoint, vocabulary: Vocabulary) -> Checkpoint:
-    """Return a checkpoint with as many rows as the base: rows beyond are left out, missing ones are the base's."""
+    """Return a checkpoint with as many rows as the base: further rows are dropped, missing ones are the base's."""
     entries, ties = dict(expert.entries), dict(expert.ties)
     for name in vocabulary.names:
         info = TensorInfo((vocabulary.size, *expert.shape(name)[1:]), expert.entries[name][0].dtype)
@@ -147,9 +147,9 @@ def aligned_view(expert: Checkpoint, base: Checkpoint, vocabulary: Vocabulary) -
 def describe_vocabularies(
     library: ModuleType, model: nn.Module, sources: Mapping[str, Source], reference: Path | None, experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
-    """Describe the vocabularies of all tasks; empty where all have the base's, and its tokenizer.
+    """Describe the vocabularies of all tasks; return an empty dict if all share the base's vocabulary and tokenizer.
 
-    `reference` is where the tokenizer lies that is saved with the merged model.
+    `reference` is the folder of the tokenizer that is saved with the merged model.
     """
     described = {
         task: describe_vocabulary(library, model, sources[task], reference, size)
@@ -162,7 +162,7 @@ def describe_vocabularies(
 def describe_vocabulary(
     library: ModuleType, model: nn.Module, source: Source, base_folder: Path | None, size: int
 ) -> dict[str, Any]:
-    """Describe a task's vocabulary: its size, special tokens of other numbers than the merged model's, and whether a
+    """Describe a task's vocabulary: its size, special tokens whose ids differ from the merged model's, and whether a
     tokenizer of its own is kept."""
     folder = tokenizer_folder(source)
     differs = folder is not None and (base_folder is None or is_other_tokenizer(base_folder, folder))

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of models: atomic files and folders, strict parsing, locks, terminal output, devices."""
+"""Helpers independent of models: atomic files and folders, strict parsing, locks, terminal output, devices."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is said where they cannot be written."""
+"""Atomic file writes: files appear whole or not at all, with one-sentence errors where they cannot be written."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .folder_handles import READ_FILE, is_held, lstat, named
 from .paths import as_path
 
 MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# How file systems of other machines (SMB, FUSE) say that they sync by themselves, or that folders cannot be synced.
+# Errors by which network file systems (SMB, FUSE) report that fsync is unsupported, for files or for folders.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-# What `torch.save` says when a file cannot be written to its end.
+# Parts of the messages of `torch.save` when a file cannot be written to its end.
 TORCH_SAVE_FAILS = ("inline_container", "iostream error", "PytorchStreamWriter")
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Give a place to write what will be at `path` once the block has ended well. The folder is made.
+    """Yield a temporary file that replaces `path` when the block ends without an error; missing folders are made.
 
-    What lies at either name already is replaced, never written into: it may be a link.
+    Existing files at either name are replaced, never written into: they may be links.
     """
     path = as_path(path, WriteError)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
@@ -46,7 +46,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Bring a folder and all that is in it to the disk. Links are left alone, and so is what is no file."""
+    """Sync a folder and everything in it to the disk, except links and special files."""
     for where, _, files in os.walk(folder):
         for name in files:
             if stat.S_ISREG(os.lstat(os.path.join(where, name)).st_mode):
@@ -55,12 +55,12 @@ def sync(folder: Path) -> None:
 
 
 def sync_one(path: Path) -> None:
-    """Bring one file, or the names in one folder, to the disk."""
-    if os.name == "nt" and path.is_dir():  # which cannot open folders
+    """Sync one file, or the entries of one folder, to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     try:
         handle = os.open(path, READ_FILE)
-    except PermissionError:  # a file that is kept and that we may not read: so it is not we who wrote it
+    except PermissionError:  # a file kept from before that is not readable, so this process did not write it
         return
     try:
         os.fsync(handle)
@@ -73,17 +73,17 @@ def sync_one(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Say of a full disk, a read-only folder and the like that `path` cannot be written, in one sentence."""
+    """Turn errors of a full disk, a read-only folder and the like into a `WriteError` that names `path`."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        # Of a copy both files are named, the one that was read first.
+        # An error of a copy names both files, the one that was read first.
         files = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
         elsewhere = bool(files) and not any(_is_near(path.absolute(), file) for file in files)
         if error.errno is None or elsewhere or isinstance(error, ConnectionError | TimeoutError):
-            raise  # not about writing here
+            raise  # not caused by writing this path
         raise WriteError(f"{named(path)} cannot be written: {os.strerror(error.errno)}.") from error
     except (SafetensorError, RuntimeError) as error:
         if not is_write_failure(error):
@@ -92,7 +92,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def is_write_failure(error: Exception) -> bool:
-    """Whether an error says that the disk is full or the like; safetensors and `torch.save` have their own for that."""
+    """Return whether an error is a failed write; safetensors and `torch.save` have exceptions of their own for that."""
     if isinstance(error, SafetensorError):
         return "I/O error" in str(error)
     if isinstance(error, RuntimeError):
@@ -101,7 +101,7 @@ def is_write_failure(error: Exception) -> bool:
 
 
 def _is_near(path: Path, other: Path) -> bool:
-    """Whether another path is this one, in it, above it, or in one of the hidden places beside it (which are held)."""
+    """Return whether another path is this one, in it, above it, or in a staging folder beside it (which is held)."""
     other = other.absolute()
     if is_held(other) or other.is_relative_to(path) or path.is_relative_to(other):
         return True

@@ -1,10 +1,10 @@
-"""Folders that appear whole or not at all: written beside their target, then put in its place.
+"""Atomic folder writes: a folder is written beside its target, then replaces it.
 
-Beside a folder `name` there may be hidden ones, staging folders: `.name.<random>.saving`, where the next `name` is
-written, and `.name.<random>.building`, where a build can be resumed. They are made exclusively, under names that nobody
-can prepare, and entered by no link. Whoever works in them holds a lock (`.name.saving.lock`, `.name.building.lock`).
-All of that is gone when the work is done. So a staging folder of this user whose lock nobody holds was left by a kill,
-and the next save or build clears it away.
+Beside a folder `name` there may be hidden staging folders: `.name.<random>.saving`, where the next `name` is written,
+and `.name.<random>.building`, where a build can be resumed. They are created exclusively, under unpredictable names,
+and never entered through a link. A process that works in one holds a lock (`.name.saving.lock`,
+`.name.building.lock`). All of these are removed when the work is done. So a staging folder of this user whose lock
+nobody holds was left by a killed process, and the next save or build removes it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ LOCK_NAME, IDENTITY_NAME = "lock", "build.json"
 SAVING, BUILDING = "saving", "building"
 NEW, RETIRED, REMOVED = "new", "old", "removed"
 RANDOM_BYTES = 8
-# How long a save waits for another one into the same folder.
+# How long a save waits for another save to the same folder.
 WAIT_SECONDS = 60.0
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder lies where others are saved or built, so that nobody knows if it is whole."""
+    """Return whether a folder is, or lies in, a staging folder, so that it may be incomplete."""
     names = [part.name for part in (folder, *folder.parents)]
     return any(name.startswith(".") and name.endswith((f".{SAVING}", f".{BUILDING}")) for name in names)
 
 
 def check_target(folder: str | Path) -> Path:
-    """Return the absolute path of a folder to be written; its parents are made.
+    """Return the absolute path of a folder to be written; make its parents.
 
-    The folder may lie behind links, but be none itself: what a link leads to was not named.
+    Parents may be links, but the folder itself may not: the user did not name the link's target.
     """
     typed = as_path(folder)
     path = typed.absolute()
@@ -78,7 +78,7 @@ def check_target(folder: str | Path) -> Path:
 
 
 def check_movable(folder: str | Path) -> Path:
-    """`check_target` for a folder that will be replaced as a whole."""
+    """Do as `check_target`, and refuse a folder that cannot be replaced as a whole."""
     path = check_target(folder)
     if path.is_mount():
         raise ArtifactError(f"{path} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
@@ -87,7 +87,7 @@ def check_movable(folder: str | Path) -> Path:
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that may not be replaced now, not after the work."""
+    """Refuse a folder that may not be replaced before the work, not after it."""
     note = " (A folder is written beside the one that it replaces.)"
     for place, why in ((folder.parent, note), (folder, "")):
         if os.path.lexists(place) and not os.access(place, os.W_OK | os.X_OK):
@@ -101,11 +101,11 @@ def _check_writable(folder: Path) -> None:
 
 @contextmanager
 def replacing(folder: str | Path, own_files: Sequence[str] = ()) -> Iterator[Path]:
-    """Give an empty folder that takes the place of `folder` when the block ends well, which survives everything else.
+    """Yield an empty folder that replaces `folder` when the block ends without an error; otherwise `folder` stays.
 
-    Of the previous content, all but `own_files` (patterns) is kept, unless the new one has a file of that name. The new
-    content is on the disk before it takes its place, so a power cut leaves the one or the other. Savers of one folder
-    wait for each other; one that waits too long is refused.
+    Previous files are kept unless they match `own_files` (patterns) or the new content has a file of that name. The new
+    content is synced before it replaces the old, so a power cut leaves one or the other. Concurrent saves to one folder
+    wait for each other, up to a time limit.
     """
     folder = check_movable(folder)
     with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
@@ -127,9 +127,9 @@ def _saving(parent: OpenFolder, folder: Path) -> AbstractContextManager[None]:
 
 
 def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequence[str]) -> None:
-    """Put `new` in the place of a folder, in one step where the system can; see `replacing`.
+    """Replace a folder with `new`, atomically where the system can; see `replacing`.
 
-    Where it cannot, the folder is called `old` for a moment. The previous content is at `new` or `old` then.
+    Where it cannot, the folder is renamed to `old` first. The previous content ends up in `new` or `old`.
     """
     new, folder = staging.held / NEW, parent.path / name
     state = parent.state(name)
@@ -147,7 +147,7 @@ def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequ
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                # Both are beside each other, so this is the one way in which they can be on two file systems.
+                # Both lie in one folder, so only an overlay file system can have them on two file systems.
                 raise WriteError(
                     f"{folder} lies in a read-only layer of this file system (a container's image, say), where no "
                     "folder can be replaced: expected another folder."
@@ -168,9 +168,9 @@ def _change_places(staging: OpenFolder, parent: OpenFolder, name: str) -> None:
 
 @contextmanager
 def _same_current_folder(folder: Path) -> Iterator[None]:
-    """Let a process that works in a folder (`save_pretrained(".")`) work in the one that takes its place.
+    """Move a process whose current folder is replaced (`save_pretrained(".")`) to the new folder.
 
-    It would be left in the retired one otherwise, which is removed.
+    It would otherwise stay in the retired folder, which is removed.
     """
     try:
         current = Path.cwd()
@@ -182,13 +182,13 @@ def _same_current_folder(folder: Path) -> Iterator[None]:
 
 
 def heal(folder: Path) -> None:
-    """Put back a folder that a kill between the two renames of `_change_places` has left under its retired name."""
+    """Restore a folder that a kill between the two renames of `_change_places` left under its retired name."""
     if lstat(folder) is not None:
         return
     with ExitStack() as stack:
         try:
             parent = stack.enter_context(OpenFolder.open(Path(os.path.realpath(folder.parent))))
-        except OSError:  # there is none, or none that may be read: we have left nothing there
+        except OSError:  # the parent does not exist or is not readable, so nothing was left there
             return
         if not _retired(parent, folder.name):
             return
@@ -223,9 +223,9 @@ def _holds_retired(parent: OpenFolder, staging_name: str) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, and what kills have left beside it. A link is refused.
+    """Remove a folder, and staging folders that killed processes left beside it. Refuse a link.
 
-    It loses its name first, in one step: a kill leaves all of it there, or nothing.
+    The folder is renamed first, atomically: a kill leaves all of it, or nothing.
     """
     folder = check_movable(folder)
     with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
@@ -241,10 +241,10 @@ def remove(folder: Path) -> None:
 
 
 def keep_files(old: Path, new: Path, leave: Sequence[str] = ()) -> None:
-    """Take along what `new` does not have, but for names that match `leave`.
+    """Carry over the files of `old` that `new` does not have, except names that match `leave`.
 
-    Files become hard links, so nothing may be written into them in `new`. Links stay what they are, and are not
-    followed. What is neither (a pipe, a device) is refused: to open it could take forever.
+    Files become hard links, so they must not be written to in `new`. Symbolic links are kept as links, and not
+    followed. Anything else (a pipe, a device) is refused: opening it could block for ever.
     """
     try:
         with OpenFolder.open(old) as before, OpenFolder.open(new) as after:
@@ -279,7 +279,7 @@ def _keep_files(old: OpenFolder, new: OpenFolder, leave: tuple[str, ...] = ()) -
 
 
 def link(file: Path, copy: Path) -> None:
-    """Give one more name to a file's content, or copy it where the file system has none such. A link is copied."""
+    """Hard-link a file; copy it where hard links are unsupported. A symbolic link is copied as a link."""
     if not file.is_symlink():
         with suppress(OSError):
             os.link(file, copy)
@@ -295,7 +295,7 @@ def link(file: Path, copy: Path) -> None:
 
 
 def emptied(folder: Path) -> Path:
-    """Return a folder with nothing in it, in a place that this process holds."""
+    """Empty a folder, or make it, in a staging folder of this process; return it."""
     with OpenFolder.open(folder.parent) as parent:
         parent.remove(folder.name)
         parent.make(folder.name)
@@ -303,7 +303,7 @@ def emptied(folder: Path) -> Path:
 
 
 def check_plain(folder: Path) -> None:
-    """Refuse a folder of ours that holds anything but files and folders: we write no links, and no pipes."""
+    """Refuse a folder that holds anything but files and folders: this library writes no links and no pipes."""
     for where, folders, files in os.walk(folder):
         for path in (Path(where, name) for name in (*folders, *files)):
             state = path.lstat()
@@ -316,7 +316,7 @@ def check_plain(folder: Path) -> None:
 
 @contextmanager
 def together(accelerator: Accelerator | None, enter: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
-    """Let all processes work in a place that the main one enters and leaves; what it refuses, all refuse."""
+    """Let all processes work in a folder that the main process enters and leaves; its errors are raised in all."""
     if accelerator is None:
         with enter() as place:
             yield place
@@ -340,7 +340,7 @@ def together(accelerator: Accelerator | None, enter: Callable[[], AbstractContex
 
 @contextmanager
 def _same_folder(path: str, number: int) -> Iterator[Path]:
-    """Enter a folder that another process has entered."""
+    """Enter a folder that another process has entered; refuse one with another inode."""
     with OpenFolder.open(Path(path)) as folder:
         if folder.number() != number:
             raise WriteError(f"{path} is another folder than the one that the main process works in.")
@@ -349,11 +349,11 @@ def _same_folder(path: str, number: int) -> Iterator[Path]:
 
 @contextmanager
 def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[Path]:
-    """Give the place where `target` is built.
+    """Yield the staging folder in which `target` is built.
 
-    What an interrupted build of the same `identity` by this user left there is kept, anything else is cleared away. A
-    build that fails clears up; one that is killed, interrupted, or fails for want of disk or memory leaves the place to
-    its next start. One build at a time: a second is refused.
+    Keep the work of this user's interrupted build of the same `identity`; remove anything else. A build that fails is
+    removed; one that is killed, interrupted, or out of disk or memory stays, to be resumed. A second build of the same
+    target is refused.
     """
     identity = json.loads(json.dumps(identity))
     taken = f"{target} is being built by another process"
@@ -366,7 +366,7 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
         if name is not None and not _is_work_of(parent, name, identity):
             name = None
         if name is None:
-            unfinished_builds.forget(target)  # first: what is cleared by halves must not be resumed
+            unfinished_builds.forget(target)  # first, so that a partly cleared folder is never resumed
         _clear_left(parent, target.name, BUILDING, keep=name)
         if name is None:
             name = _make_staging(parent, target.name, BUILDING)
@@ -377,8 +377,7 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
             with parent.inside(name) as staging:
                 yield staging.held
         except Exception as error:
-            # A full disk can be cleared, and the build continued. Wrong input fails again however often it is
-            # continued, so nothing of it is left.
+            # After a full disk the build can be resumed. Invalid input would fail again, so its folder is removed.
             if not (isinstance(error, MemoryError) or is_write_failure(error)):
                 _end_build(parent, target, name)
             raise
@@ -386,7 +385,7 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
 
 
 def interrupted_build(target: Path) -> Path | None:
-    """Return where this user has begun to build `target`, and was interrupted; None where nothing is to be resumed."""
+    """Return the staging folder of this user's interrupted build of `target`; None if there is nothing to resume."""
     with OpenFolder.open(target.parent) as parent:
         name = _interrupted(parent, target)
         return None if name is None else parent.path / name
@@ -402,9 +401,9 @@ def _interrupted(parent: OpenFolder, target: Path) -> str | None:
 
 
 def _is_work_of(parent: OpenFolder, name: str, identity: dict[str, Any]) -> bool:
-    """Whether an interrupted build is of this identity, and holds nothing that a build does not write.
+    """Return whether an interrupted build has this identity, and holds only what a build writes.
 
-    Its journals are written on, so they may have no other name elsewhere.
+    Its journals are appended to, so they may not be hard links to files elsewhere.
     """
     try:
         with parent.inside(name) as staging:
@@ -425,27 +424,27 @@ def _end_build(parent: OpenFolder, target: Path, name: str) -> None:
 
 
 def _make_staging(parent: OpenFolder, name: str, kind: str) -> str:
-    """Make a staging folder that was not there before, for this user alone; returns its name."""
+    """Make a new staging folder that only this user can enter; return its name."""
     staging = f".{name}.{secrets.token_hex(RANDOM_BYTES)}.{kind}"
     parent.make(staging, mode=stat.S_IRWXU)
     return staging
 
 
 def _stagings(parent: OpenFolder, name: str, kind: str) -> list[str]:
-    """List the staging folders of a target: real ones, and of this user."""
+    """List the staging folders of a target that belong to this user and are no links."""
     pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{{2 * RANDOM_BYTES}}}\.{kind}")
     return [entry for entry in parent.names() if pattern.fullmatch(entry) and parent.has_folder(entry)]
 
 
 def _clear_left(parent: OpenFolder, name: str, kind: str, keep: str | None = None) -> None:
-    """Remove the staging folders that kills have left; the caller holds their lock."""
+    """Remove the staging folders that killed processes left; the caller holds their lock."""
     for staging in _stagings(parent, name, kind):
         if staging != keep:
             _remove_or_say(parent, staging)
 
 
 def _remove_or_say(parent: OpenFolder, name: str) -> None:
-    """Remove a folder that is not needed any more. One that cannot be removed is in nobody's way, but is told of."""
+    """Remove a folder that is no longer needed; if that fails, only warn, because a leftover does no harm."""
     try:
         parent.remove(name)
     except (OSError, RecursionError) as error:
@@ -455,14 +454,14 @@ def _remove_or_say(parent: OpenFolder, name: str) -> None:
 
 @contextmanager
 def _held(parent: OpenFolder, name: str, kind: str, taken: str, seconds: float) -> Iterator[None]:
-    """Hold the lock of a target; `taken` is what a refusal says. The lock file is removed afterwards."""
+    """Hold the lock of a target, and remove the lock file afterwards; `taken` begins the error if another holds it."""
     path = parent.path / f".{name}.{kind}.lock"
     state = parent.state(path.name)
     if state is not None and not stat.S_ISREG(state.st_mode):
         raise ArtifactError(f"{path} is {kind_of(state)}, where a lock file belongs: remove it.")
-    with suppress(FileExistsError):  # where no file can be made at all, the lock would be waited for in vain
+    with suppress(FileExistsError):  # where no file can be made, fail now: waiting for the lock would be in vain
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    # Others who may write in this folder may also hold the lock.
+    # Other users with write access to this folder must be able to take the lock too.
     lock = FileLock(path, mode=0o666)
     try:
         lock.acquire(timeout=seconds, poll_interval=0.02)
@@ -480,7 +479,7 @@ def _held(parent: OpenFolder, name: str, kind: str, taken: str, seconds: float) 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Give a folder where the system keeps temporary files. Those of the same prefix that a kill left are removed."""
+    """Yield a temporary folder; remove those of the same prefix that killed processes left."""
     home = Path(gettempdir())
     with ExitStack() as stack:
         with write_errors(home):
@@ -494,14 +493,14 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _make_scratch(parent: OpenFolder, prefix: str) -> tuple[Path, FileLock]:
-    """Make a folder for temporary files and hold its lock, after removing what kills have left of the same prefix."""
+    """Make a temporary folder and take its lock, after removing leftovers of the same prefix."""
     for name in parent.names():
         if name.startswith(prefix) and parent.has_folder(name):
             _remove_if_left(parent, name)
     while True:
         place = Path(mkdtemp(prefix=prefix))
         lock = FileLock(place / LOCK_NAME)
-        # Another process may take it for one that was left, and remove it while it is locked.
+        # Another process may take it for a leftover and remove it before it is locked.
         with suppress(Timeout, FileNotFoundError, FileExistsError):
             lock.acquire(timeout=0)
             return place, lock
@@ -509,7 +508,7 @@ def _make_scratch(parent: OpenFolder, prefix: str) -> tuple[Path, FileLock]:
 
 def _remove_if_left(parent: OpenFolder, name: str) -> None:
     lock = FileLock(parent.path / name / LOCK_NAME)
-    with suppress(Timeout, OSError):  # in use, or done a moment ago, or with something else in the lock's place
+    with suppress(Timeout, OSError):  # in use, just removed, or its lock is not a file
         lock.acquire(timeout=0)
         _remove_or_say(parent, name)
         lock.release()

@@ -1,4 +1,4 @@
-"""Which device computes: one that is asked for is there, has float64 where that is needed, and says when it is full."""
+"""Choice of the torch device: whether it exists, has float64 where that is needed, and has enough memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 AUTO = "auto"
-# Ways in which accelerate spreads a model, and places that are no device of torch.
+# Strategies by which accelerate spreads a model, and the targets of offloading.
 SPREAD = (AUTO, "balanced", "balanced_low_0", "sequential")
 OFFLOADED = ("cpu", "disk")
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """Return a device that is there; `"auto"` is the machine's accelerator, or the CPU where it has none.
+    """Return a device that is available; `"auto"` is the machine's accelerator, or the CPU where it has none.
 
     >>> from retex_hf.utils.devices import parse_device
     >>> parse_device("cpu")
@@ -38,14 +38,14 @@ def parse_device(device: str | torch.device) -> torch.device:
     if found == META:
         raise ConfigError('device must be one that computes; "meta" holds no numbers.')
     try:
-        torch.zeros(1, device=found).add_(1)  # a driver may be missing though torch was built for it
+        torch.zeros(1, device=found).add_(1)  # the driver may be missing even if torch was built for the device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError, AttributeError) as error:
         raise ConfigError(f"device {str(device)!r} is not on this machine: {_short(error)}") from None
     return found
 
 
 def parse_placement(device: Any, device_map: Any) -> Any:
-    """Return transformers' `device_map` for the one or the other; None leaves a model on the CPU."""
+    """Return transformers' `device_map` for `device` or `device_map`; None leaves a model on the CPU."""
     if device is not None and device_map is not None:
         raise ConfigError("device puts a model in one place, and device_map in several: give one of them.")
     if device is not None:
@@ -58,7 +58,7 @@ def parse_placement(device: Any, device_map: Any) -> Any:
 
 
 def one_device(device_map: Any) -> torch.device:
-    """Return the one device that a `device_map` puts a model on: accelerate spreads models of transformers only."""
+    """Return the one device of a `device_map`. Refuse several: accelerate spreads models of transformers only."""
     if isinstance(device_map, Mapping) and list(device_map) == [""]:
         device_map = device_map[""]
     if isinstance(device_map, Mapping) or device_map in (*SPREAD, "disk"):
@@ -69,14 +69,14 @@ def one_device(device_map: Any) -> torch.device:
 
 
 def device_of(*models: Any) -> torch.device:
-    """Where the first parameter of the first module lies; the CPU for what is no module, or offloaded."""
+    """Return the device of the first parameter of the first module; the CPU if there is none, or it is offloaded."""
     modules = (model for model in models if isinstance(model, nn.Module))
     parameters = (parameter for module in modules for parameter in module.parameters())
     return next((parameter.device for parameter in parameters if parameter.device != META), CPU)
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64; Apple's GPUs do not."""
+    """Return whether a device supports float64; Apple's GPUs do not."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -85,7 +85,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Return where to merge and solve, which takes float64: the device itself, or else the CPU, which is said."""
+    """Return the device to merge and solve on, which takes float64: this one, or else the CPU, with a warning."""
     if has_float64(device):
         return device
     logger.warning("%s has no float64: experts are merged and solved on the CPU.", device)
@@ -93,12 +93,15 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 def moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A batch on a device."""
+    """Return a batch with its tensors moved to a device."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def as_model_takes(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A batch where a model is, images and sounds in its dtype. For a model that is offloaded, where the batch is."""
+    """Return a batch on the model's device, floating-point tensors in its dtype.
+
+    For an offloaded model, the batch stays on its device.
+    """
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
     if first is None:
         return dict(batch)
@@ -114,7 +117,7 @@ def as_model_takes(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
 
 @contextmanager
 def enough_memory(work: str) -> Iterator[None]:
-    """Say in one sentence that a device has no memory left, and for what."""
+    """Turn running out of device memory into an error that names the work."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
-"""Folders that are opened once, and changed relative to their handle: no link is ever followed on the way.
+"""Folders that are opened once and changed relative to their handle, so that no symbolic link is ever followed.
 
-A name in an open folder is a plain name, without a path. Where the system knows no handles of folders (Windows), the
-same calls are made by path.
+A name in an open folder is a plain name, without a path. Where the system has no folder handles (Windows), the same
+calls are made by path.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 HAS_HANDLES = os.mkdir in os.supports_dir_fd
 OPEN_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# Neither follows a link nor waits for the other end of a pipe.
+# Opening a file this way neither follows a link nor waits for the other end of a pipe.
 READ_FILE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-EXCHANGE = 2  # of Linux's renameat2
+EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 KINDS = {
     stat.S_IFLNK: "a link",
@@ -33,7 +33,7 @@ KINDS = {
 
 
 class OpenFolder:
-    """A folder that is no link, held open; all names are of entries in it."""
+    """A folder (not a link) that is held open; all names are those of entries in it."""
 
     def __init__(self, path: Path, handle: int | None) -> None:
         self.path, self._handle = path, handle
@@ -60,16 +60,16 @@ class OpenFolder:
 
     @classmethod
     def _opened(cls, path: Path, at: str | Path, within: int | None) -> OpenFolder:
-        # A held path is a link of the system's own, to a folder that somebody has opened as here.
+        # A held path is a link of the system to a folder that was opened without following links.
         flags = OPEN_FOLDER & ~getattr(os, "O_NOFOLLOW", 0) if HELD.fullmatch(str(at)) else OPEN_FOLDER
         return cls(path, os.open(at, flags, dir_fd=within) if HAS_HANDLES else None)
 
     @property
     def held(self) -> Path:
-        """A path to this very folder, for those who know no handles, while it is open.
+        """Return a path to this very folder that is valid while it is open, for code that takes no handles.
 
-        Whoever may write where the folder lies could put another one, or a link, under its name meanwhile. Where the
-        system has no such paths, this is that of its name.
+        Another user with write access to the parent could put another folder, or a link, under its name meanwhile.
+        Where the system has no such paths, this is the ordinary path.
         """
         if self._handle is None:
             return self.path
@@ -80,7 +80,7 @@ class OpenFolder:
             return self.path
 
     def number(self) -> int:
-        """The inode of the folder, by which another process knows it again."""
+        """Return the inode of the folder, by which another process recognises it."""
         return (self.path.stat() if self._handle is None else os.fstat(self._handle)).st_ino
 
     def _close(self) -> None:
@@ -92,7 +92,7 @@ class OpenFolder:
 
     @contextmanager
     def _named(self, other: OpenFolder | None = None) -> Iterator[None]:
-        """Give errors whole paths: the system knows only names, where calls are relative to a handle."""
+        """Put full paths into errors: calls relative to a handle report only names."""
         try:
             yield
         except OSError as error:
@@ -107,19 +107,19 @@ class OpenFolder:
         return sorted(os.listdir(self.path if self._handle is None else self._handle))
 
     def state(self, name: str) -> os.stat_result | None:
-        """Return what the file system says of an entry itself, a link not followed; None where there is none."""
+        """Return the status of an entry, without following links; None if it does not exist."""
         try:
             return os.stat(self._at(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def has_folder(self, name: str) -> bool:
-        """Whether an entry is a folder: a real one, and of this user, so that others have not put it here."""
+        """Return whether an entry is a folder (not a link) that belongs to this user, so nobody else planted it."""
         state = self.state(name)
         return state is not None and stat.S_ISDIR(state.st_mode) and is_own(state)
 
     def make(self, name: str, mode: int = 0o777) -> None:
-        """Make a folder. Whatever has that name already, if only a link, is an error."""
+        """Make a folder. Fail if anything, even a link, has that name already."""
         with self._named():
             os.mkdir(self._at(name), mode, dir_fd=self._handle)
 
@@ -137,7 +137,7 @@ class OpenFolder:
             os.rename(self._at(name), other._at(new_name), src_dir_fd=self._handle, dst_dir_fd=other._handle)
 
     def exchange(self, name: str, other: OpenFolder, other_name: str) -> bool:
-        """Let two entries change places in one step; False (and nothing done) where the system has no such step."""
+        """Exchange two entries atomically; return False, with nothing done, where the system cannot."""
         if not sys.platform.startswith("linux"):
             return False
         library = ctypes.CDLL(None, use_errno=True)
@@ -152,12 +152,12 @@ class OpenFolder:
         raise OSError(code, os.strerror(code), str(other.path / other_name))
 
     def remove(self, name: str) -> None:
-        """Remove an entry and all that is in it. Links are removed, never followed.
+        """Remove an entry and everything in it. Links are removed, never followed.
 
-        Folders of this user that may not be written are made writable first: they could not be emptied otherwise.
+        Read-only folders of this user are made writable first: they could not be emptied otherwise.
         """
         state = self.state(name)
-        with suppress(FileNotFoundError):  # nothing is there, or another process has removed it meanwhile
+        with suppress(FileNotFoundError):  # it does not exist, or another process has removed it meanwhile
             if state is None or not stat.S_ISDIR(state.st_mode):
                 self.unlink(name)
                 return
@@ -171,32 +171,32 @@ class OpenFolder:
 
 
 def is_own(state: os.stat_result) -> bool:
-    """Whether an entry belongs to the user of this process."""
+    """Return whether an entry belongs to the user of this process."""
     return not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
 
 
 def is_private(state: os.stat_result) -> bool:
-    """Whether an entry belongs to the user of this process, and nobody else may write it."""
+    """Return whether an entry belongs to the user of this process and nobody else may write to it."""
     return is_own(state) and not (hasattr(os, "geteuid") and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def kind_of(state: os.stat_result) -> str:
-    """Say what an entry is: a link, a folder, a file, a pipe, a socket or a device."""
+    """Return the kind of an entry in words: a link, a folder, a file, a pipe, a socket or a device."""
     return KINDS.get(stat.S_IFMT(state.st_mode), "a device")
 
 
 def is_held(path: Path) -> bool:
-    """Whether a path begins with that of a folder that is held open, see `OpenFolder.held`."""
+    """Return whether a path begins with that of a folder that is held open (see `OpenFolder.held`)."""
     return HELD.match(str(path)) is not None
 
 
 def named(path: Path) -> Path:
-    """Return a path as people know it: without that of a folder that is held open."""
+    """Return the ordinary path of a file in a folder that is held open; other paths are returned as they are."""
     return Path(os.path.realpath(path.parent)) / path.name if is_held(path) else path
 
 
 def lstat(path: Path) -> os.stat_result | None:
-    """Return what the file system says of a path itself, a link not followed; None where there is nothing."""
+    """Return the status of a path, without following links; None if it does not exist."""
     try:
         return path.lstat()
     except (FileNotFoundError, NotADirectoryError):

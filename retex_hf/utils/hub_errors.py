@@ -1,4 +1,4 @@
-"""What the Hub's refusals mean, in one sentence for the person at the keyboard, and never with a token in it."""
+"""One-sentence explanations of the Hub's errors for the user, without secrets in them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from huggingface_hub.errors import (
 from ..errors import HubError, first_line
 
 LOG_IN = "log in with `hf auth login`, or pass token="
-# A user's name and password within an address.
+# A user name and password within a URL.
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-# HTTPError is the transport's own: no connection, a timeout, a header that cannot be sent.
+# HTTPError is raised by the HTTP client: no connection, a timeout, an invalid header.
 HUB_ERRORS = (HTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled)
 
 
 @contextmanager
 def hub_errors(doing: str, repo_id: str, token: str | bool | None = None) -> Iterator[None]:
-    """Within this context the Hub's errors become a `HubError` that starts with what was being done."""
+    """Turn the Hub's errors within this context into a `HubError` that begins with what was being done."""
     check_token(token)
     try:
         yield
@@ -40,24 +40,24 @@ def hub_errors(doing: str, repo_id: str, token: str | bool | None = None) -> Ite
 
 
 def check_token(token: str | bool | None) -> None:
-    """Refuse a token that no header can carry. The transport would quote it, in its log too."""
+    """Refuse a token that is no valid HTTP header: the HTTP client would quote it in its error and its log."""
     if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):
         raise HubError("The token holds blanks, line breaks or other characters that cannot be sent: give it without.")
 
 
 def explain(error: Exception, repo_id: str, token: str | bool | None = None) -> str:
-    """Why the Hub, or the way to it, said no."""
+    """Explain an error of the Hub, or of the connection to it, without secrets."""
     return without_secrets(_reason(error, repo_id).rstrip(".") + ".", token)
 
 
 def without_secrets(text: str, token: str | bool | None = None) -> str:
-    """A text without this token, without that of the person at the keyboard, and without passwords in addresses.
+    """Return a text with this token, the user's own token and passwords in URLs masked.
 
     >>> from retex_hf.utils.hub_errors import without_secrets
     >>> without_secrets("no answer of https://me:word@hub.example to hf_writes", "hf_writes")
     'no answer of https://***@hub.example to ***'
     """
-    # A token that cannot be sent as a header is quoted whole by the transport, which may show its line break as "\n".
+    # Strip, because the HTTP client quotes an invalid token whole and may show its line break as "\n".
     for secret in (token, _own_token()):
         if isinstance(secret, str) and secret.strip():
             text = text.replace(secret.strip(), "***")
@@ -67,7 +67,7 @@ def without_secrets(text: str, token: str | bool | None = None) -> str:
 def _own_token() -> str | None:
     try:
         return get_token()
-    except OSError:  # what may not be read is in no message
+    except OSError:  # a token that cannot be read is in no message
         return None
 
 

@@ -1,7 +1,8 @@
-"""Decode images of strangers: a process of its own under a limit of memory, which `images.py` starts and asks.
+"""The decoder process for untrusted images, under a memory limit; `images.py` starts it and sends it requests.
 
-A file of a few kilobytes can ask a decoder for gigabytes, by its pixels, or by a thousand tags of EXIF that all point
-at the same bytes. Here that ends with an answer, or with the end of this process alone. Nothing but Pillow is imported.
+A file of a few kilobytes can make a decoder allocate gigabytes, through its pixels or through a thousand EXIF tags that
+all point at the same bytes. Here that ends with an error answer, or with the end of this process alone. Nothing but
+Pillow is imported.
 
 A request on standard input is `REQUEST` (the most pixels, the length of the file) and the file. An answer on standard
 output is `ANSWER` (status, width, height, bands) and the pixels.
@@ -19,15 +20,15 @@ from PIL import Image, ImageOps
 
 try:
     import resource
-except ModuleNotFoundError:  # Windows, where the limits of pixels and time must do
+except ModuleNotFoundError:  # Windows, where only pixels and time are limited
     resource = None
 
 REQUEST, ANSWER = struct.Struct(">QQ"), struct.Struct(">BQQB")
 DECODED, TOO_LARGE, UNREADABLE = range(3)
-# Decoders for what people take pictures with; the others are attack surface, and that of EPS runs a program.
+# Common formats only; other decoders are attack surface, and that of EPS runs a program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Before the size is known, libwebp reserves two canvases. Then: what is decoded, turned, and converted, four bytes a
-# pixel each, and the coefficients of a progressive JPEG.
+# Bytes per pixel. Before the size is known, libwebp reserves two canvases. Afterwards the decoded, the rotated and the
+# converted image take four each, and the coefficients of a progressive JPEG take the rest.
 BYTES_BEFORE, BYTES_AFTER, ROOM = 8, 24, 64 << 20
 ROWS = 256
 
@@ -37,13 +38,13 @@ class _TooLarge(Exception):
 
 
 def answer(data: bytes, most_pixels: int, out: BinaryIO) -> None:
-    """Write the pixels of an image file, upright, as grey values or RGB; or why there are none."""
+    """Decode an image file and write its pixels, upright, as grey values or RGB; or write why that failed."""
     try:
         image = _decode(data, most_pixels)
     except _TooLarge as error:
         out.write(ANSWER.pack(TOO_LARGE, *error.args, 0))
         return
-    except Exception:  # whatever a decoder raises, MemoryError among it
+    except Exception:  # decoders raise anything, MemoryError included
         out.write(ANSWER.pack(UNREADABLE, 0, 0, 0))
         return
     out.write(ANSWER.pack(DECODED, *image.size, len(image.getbands())))
@@ -54,12 +55,12 @@ def answer(data: bytes, most_pixels: int, out: BinaryIO) -> None:
 def _decode(data: bytes, most_pixels: int) -> Image.Image:
     used = _used()
     _limit(used + ROOM + len(data) + BYTES_BEFORE * most_pixels)
-    _check_size(_webp_size(data), most_pixels)  # which Pillow cannot say without room for all of it
+    _check_size(_webp_size(data), most_pixels)  # Pillow reserves memory for the whole image before it gives the size
     with Image.open(BytesIO(data), formats=FORMATS) as image:
         _check_size(image.size, most_pixels)  # known from the header, before anything is decoded
         size = image.width * image.height
         _limit(used + ROOM + len(data) + BYTES_BEFORE * most_pixels + BYTES_AFTER * size)
-        ImageOps.exif_transpose(image, in_place=True)  # upright, as cameras note it
+        ImageOps.exif_transpose(image, in_place=True)
         return image.convert("L" if image.mode in ("1", "L") else "RGB")
 
 
@@ -69,7 +70,7 @@ def _check_size(size: tuple[int, int], most_pixels: int) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return the width and height in the header of a WebP file; (0, 0) of any other file."""
+    """Return the width and height in the header of a WebP file; (0, 0) for any other file."""
     if data[:4] + data[8:12] != b"RIFFWEBP":
         return 0, 0
     if data[12:16] == b"VP8X":
@@ -81,7 +82,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _used() -> int:
-    """Return how many bytes of addresses this process has; 0 where nothing says so, and nothing can be limited."""
+    """Return the size of this process's address space in bytes; 0 where that is unknown and cannot be limited."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -95,8 +96,8 @@ def _limit(size: int) -> None:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    Image.MAX_IMAGE_PIXELS = None  # the limit is the request's
+    """Answer requests until standard input ends."""
+    Image.MAX_IMAGE_PIXELS = None  # each request has its own limit
     Image.init()
     warnings.simplefilter("ignore")
     given, out = sys.stdin.buffer, sys.stdout.buffer

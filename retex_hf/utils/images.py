@@ -1,4 +1,4 @@
-"""Images of strangers, read within limits of bytes, pixels, memory and time."""
+"""Untrusted images, read within limits of bytes, pixels, memory and time."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from ..errors import InputError
 from . import image_decoder
 from .image_decoder import ANSWER, DECODED, FORMATS, REQUEST, TOO_LARGE
 
-# Larger than what cameras take and scanners scan for a model; decoding takes about a gigabyte.
+# More than cameras and scanners produce; decoding takes about a gigabyte.
 MOST_PIXELS = 100_000_000
 MOST_BYTES = 500_000_000
 SECONDS = 60.0
 
 
 class TooManyPixels(InputError):
-    """An image has more pixels than are read."""
+    """An image has more pixels than allowed."""
 
 
 class Unreadable(InputError):
-    """A file is no image, or a damaged one."""
+    """A file is not an image, or is damaged."""
 
 
 class TooSlow(Unreadable):
-    """An image takes longer to decode than it may."""
+    """An image takes longer to decode than allowed."""
 
 
 def read_image(
     source: str | Path | bytes, name: str, *, most_pixels: int = MOST_PIXELS, seconds: float | None = None
 ) -> Image.Image:
-    """Return an image, upright, as grey values (`L`) or `RGB`.
+    """Decode an image and return it upright, as grey values (`L`) or `RGB`.
 
     Args:
-        source: A file, or what one holds.
-        name: What the image is called in a refusal.
-        most_pixels: Refuse an image of more pixels, by its header, before anything is decoded.
-        seconds: Refuse an image that takes longer; default: `SECONDS`.
+        source: Path of a file, or the content of one.
+        name: Name of the image in error messages.
+        most_pixels: Largest number of pixels; a larger image is refused by its header, before anything is decoded.
+        seconds: Longest time for decoding; default: `SECONDS`.
     """
     seconds = SECONDS if seconds is None else seconds
     if isinstance(source, bytes):
@@ -60,7 +60,7 @@ def read_image(
             return _read(file, state.st_size, name, most_pixels, seconds)
     except FileNotFoundError:
         raise InputError(f"{name} does not exist.") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         if isinstance(error, InputError):
             raise
         reason = getattr(error, "strerror", None) or error
@@ -85,30 +85,30 @@ def _read(file: BinaryIO, size: int, name: str, most_pixels: int, seconds: float
 
 
 class _Decoder:
-    """The process that decodes, started when it is needed, and again after it ended."""
+    """The decoder process, started on demand, and restarted after it has ended."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen | None = None
 
     def forget(self) -> None:
-        """Leave the process to the parent of this one, after a fork."""
+        """Drop the process after a fork: it belongs to the parent."""
         self.__init__()
 
     def stop(self) -> None:
-        """End the process, if it runs."""
+        """Kill the process, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # what was still to be written to a process that is gone
+                with suppress(OSError):  # flushing the buffer to a process that is gone fails
                     pipe.close()
         self._process = None
 
     def ask(self, file: BinaryIO, size: int, most_pixels: int, seconds: float) -> Image.Image | tuple[int, int] | None:
-        """Return an image; or its size, where that is too large; or None where it cannot be read.
+        """Return an image, its size if that is too large, or None if it cannot be read.
 
-        A process that takes longer than `seconds` is ended: a TimeoutError.
+        If the process takes longer than `seconds`, kill it and raise a TimeoutError.
         """
         with self._lock:
             process, late = self._running(), Event()
@@ -138,13 +138,13 @@ class _Decoder:
                 return None
             finally:
                 watch.cancel()
-                watch.join()  # it may be about to end the process
+                watch.join()  # it may be about to kill the process
                 if late.is_set():
                     self.stop()
 
     def _running(self) -> subprocess.Popen:
         if self._process is None or self._process.poll() is not None:
-            # -P: the folder of the script, with names like those of the standard library, is not searched for modules.
+            # -P: do not search the script's folder for modules, whose names could shadow the standard library's.
             command = [sys.executable, "-P", image_decoder.__file__]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen(command, **pipes)
@@ -152,7 +152,7 @@ class _Decoder:
 
 
 class _Exactly:
-    """A file of which as many bytes are read as were announced; refused where it holds fewer by now."""
+    """A file of which exactly the announced number of bytes is read; an EOFError if it has become shorter."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._left = file, size

@@ -1,8 +1,8 @@
-"""Locks and threads, and what becomes of them when a process forks.
+"""Fork-safe locks.
 
-A child has the thread that forked and no other. A lock that another thread held at that moment would stay locked in the
-child for ever, and what that thread was making would never be finished: both are made anew there. Likewise torch would
-wait for ever for the threads among which it shares its work (OpenMP's): in a child it works without them.
+A forked child has only the thread that forked. A lock that another thread held at that moment would stay locked in the
+child for ever, and that thread's work would never be finished: both are renewed in the child. torch would likewise wait
+for ever for its OpenMP threads, so it runs on one thread in a child.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 
 
 class HasLocks(Protocol):
-    """What holds locks."""
+    """An object that holds locks."""
 
     def renew_locks(self) -> None:
-        """Forget what other threads were doing: there are none."""
+        """Replace the locks and discard the unfinished work of other threads, which do not exist after a fork."""
 
 
 _holders: WeakSet[HasLocks] = WeakSet()
 
 
 def renew_in_children(holder: HasLocks) -> None:
-    """Have the locks of an object made anew in every child that is forked."""
+    """Renew the locks of an object in every forked child."""
     _holders.add(holder)
 
 
 def _renew() -> None:
     for holder in _holders:
         holder.renew_locks()
-    if _holders:  # children that have no model of ours are left alone
+    if _holders:  # leave children without a model of this library alone
         torch.set_num_threads(1)
 
 
-if hasattr(os, "register_at_fork"):  # where processes can fork
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_renew)
 
 
 class Turn:
-    """Whose turn it is to change a model: `with turn.lock`. It also stands for the model where one must not be kept
-    alive. A copy of the model gets one of its own.
+    """The lock for changing a model: `with turn.lock`. A copy of the model gets a lock of its own.
 
-    The lock itself is what `with` takes, because its methods are not written in Python: Ctrl-C cannot come in between.
+    It also serves as an identity token of the model where the model itself must not be kept alive. `with` takes the
+    lock directly, because its methods are written in C: Ctrl-C cannot interrupt them halfway.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Turn:
 
 
 class Making:
-    """One thread at a time makes a model of another library: `with making.lock`.
+    """The lock for instantiating a model of another library: `with making.lock`.
 
-    transformers patches torch and itself for the time being, for all threads. Two at once would leave the patches
+    transformers temporarily patches torch and itself, for all threads. Two threads at once would leave the patches
     behind: models made afterwards would have no initial values, and no tied weights.
     """
 

@@ -1,4 +1,4 @@
-"""Change the tensors behind the parameters of a module."""
+"""In-place changes to the tensors behind a module's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def resize_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give parameters and buffers other shapes, in place; their values are lost, tied names follow."""
+    """Resize parameters and buffers in place; their values are lost, tied names stay tied."""
     current = model.state_dict(keep_vars=True)
     for name, shape in shapes.items():
         tensor = current[name]

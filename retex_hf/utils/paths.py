@@ -1,4 +1,4 @@
-"""From what a person typed to a path: one sentence where no file can have that name, or where it may not be read."""
+"""Conversion of user input to paths, with one-sentence errors for invalid or unreadable ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LONGEST_SHOWN = 200
 
 
 def as_path(typed: str | os.PathLike[str], error: type[RetexError] = ArtifactError) -> Path:
-    """Return a path with the home folder (`~`) written out. Nothing need be there, but what is there must be readable.
+    """Return a path with the home folder (`~`) expanded. It need not exist; if it does, it must be readable.
 
     Args:
-        typed: What somebody gave as a path. It may also turn out to be something else, such as a Hub id.
-        error: What is raised, with one sentence, if it cannot be a path.
+        typed: Path as the user gave it. It may also turn out to be something else, such as a Hub id.
+        error: Class of the error to raise if it cannot be a path.
 
     >>> from retex_hf.utils.paths import as_path
     >>> as_path("~nosuchuser/model")
@@ -47,6 +47,6 @@ def _is_there(path: Path) -> bool:
 
 
 def _shown(text: str) -> str:
-    """Show what was typed on one line, and not all of it where it is long."""
+    """Return user input for a message: on one line, and cut off where it is long."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -1,8 +1,7 @@
-"""JSON and YAML files of strangers: read strictly, within limits, and refused with one sentence.
+"""Strict parsing of untrusted JSON and YAML files, within limits, with one-sentence errors.
 
-Both formats leave room for surprises: keys that stand twice (readers differ in which one counts), numbers that are
-none (`NaN`), nesting that exhausts the stack, aliases that multiply. None of these is in a file that a program of good
-will wrote, so none is read.
+Both formats allow duplicate keys (parsers differ in which one counts), numbers that are none (`NaN`), nesting that
+exhausts the stack, and aliases that multiply. Well-behaved writers produce none of these; they are rejected.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from ..errors import RetexError, brief, first_line
 
 # A tokenizer.json of a large vocabulary has 30 MB; a shard index of a thousand layers has less than one.
 MOST_JSON_BYTES = 100_000_000
-# Recipes and the metadata of cards. PyYAML reads about 100 kB a second.
+# For recipes and the metadata of cards. PyYAML reads about 100 kB a second.
 MOST_YAML_BYTES = 500_000
-# Values of a YAML document, with every alias written out.
+# Values of a YAML document, with every alias expanded.
 MOST_YAML_VALUES = 100_000
 MOST_LEVELS = 64
-# Python's own limit for numbers in decimals. Those in other bases it reads, but cannot write.
+# Python's limit for converting between integers and decimal text. Longer ones in other bases it can read but not write.
 MOST_DIGITS = 4300
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-# PyYAML reads them as lists of tuples, which it does not write.
+# PyYAML reads these as lists of tuples, which it cannot write.
 UNREAD = ("tag:yaml.org,2002:omap", "tag:yaml.org,2002:pairs")
-# A text of JSON, of which escaped quotes and backslashes were taken out already, and all that is no bracket.
+# A JSON string, with escaped quotes and backslashes removed beforehand, and any run of characters without brackets.
 STRING, NO_BRACKETS = re.compile('"[^"]*"'), re.compile(r"[^\[\]{}]+")
 
 
@@ -45,14 +44,14 @@ def read_json(
     name: str | None = None,
     infinite: bool = False,
 ) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file and return its value.
 
     Args:
         path: The file.
-        error: What is raised, with one sentence, if it cannot be read.
-        kind: The type that the whole must have; None: any.
-        name: What the file is called in that sentence; default: its path.
-        infinite: Take `Infinity` and `NaN`, which are no JSON, but which configurations of transformers hold
+        error: Class of the error to raise if it cannot be read.
+        kind: Type that the value must have; None: any.
+        name: Name of the file in error messages; default: its path.
+        infinite: Accept `Infinity` and `NaN`, which are not JSON, but which configurations of transformers hold
             (`time_step_limit` of Mamba).
     """
     name = str(path) if name is None else name
@@ -62,7 +61,7 @@ def read_json(
 
 
 def read_yaml(path: Path, error: type[RetexError], *, kind: type | None = dict, name: str | None = None) -> Any:
-    """What a YAML file holds: plain values only. The arguments are those of `read_json`."""
+    """Read a YAML file of plain values and return its value. The arguments are those of `read_json`."""
     name = str(path) if name is None else name
     return parse_yaml(read_text(path, error, most=MOST_YAML_BYTES, name=name), name, error, kind=kind)
 
@@ -70,7 +69,7 @@ def read_yaml(path: Path, error: type[RetexError], *, kind: type | None = dict, 
 def parse_json(
     text: str, name: str, error: type[RetexError], *, kind: type | None = dict, infinite: bool = False
 ) -> Any:
-    """What a JSON text holds; `name` says in messages where it is from.
+    """Parse a JSON text and return its value; `name` names the source in error messages.
 
     >>> from retex_hf.errors import ConfigError
     >>> from retex_hf.utils.strict_files import parse_json
@@ -89,13 +88,13 @@ def parse_json(
 
 
 def json_decoder(*, infinite: bool = False, parse_int: Callable[[str], int] | None = None) -> json.JSONDecoder:
-    """A decoder of JSON that takes no key twice and, unless `infinite`, no number that is none."""
+    """Return a JSON decoder that refuses duplicate keys and, unless `infinite`, `NaN` and infinite numbers."""
     numbers = {} if infinite else {"parse_constant": _refuse_constant, "parse_float": _finite}
     return json.JSONDecoder(object_pairs_hook=_unique, parse_int=parse_int, **numbers)
 
 
 def check_encodable(value: Any) -> None:
-    """Refuse, with a `ValueError`, a value of JSON that cannot be written as text."""
+    """Refuse, with a `ValueError`, a JSON value that cannot be encoded as text."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -103,7 +102,7 @@ def check_encodable(value: Any) -> None:
 
 
 def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | None = dict) -> Any:
-    """What a YAML text holds: plain values only, aliases within limits.
+    """Parse a YAML text of plain values and return its value; aliases are limited.
 
     >>> from retex_hf.errors import ConfigError
     >>> from retex_hf.utils.strict_files import parse_yaml
@@ -122,16 +121,16 @@ def parse_yaml(text: str, name: str, error: type[RetexError], *, kind: type | No
         raise error(f"{name} is not valid YAML: it is nested too deeply.") from None
     except (yaml.YAMLError, ValueError, OverflowError) as problem:
         raise error(f"{name} is not valid YAML: {_reason(problem)}.") from None
-    except (AttributeError, KeyError, TypeError):  # how PyYAML fails on `!!bool maybe` and the like
+    except (AttributeError, KeyError, TypeError):  # PyYAML raises these for `!!bool maybe` and the like
         raise error(f"{name} is not valid YAML: a value does not fit its tag.") from None
     return _checked(value, kind, name, error, "keys and values")
 
 
 def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) -> None:
-    """Refuse files of a folder that are links to somewhere else on this machine.
+    """Refuse files of a folder that are symbolic links to files outside of it.
 
-    A folder from a stranger could name any file so, to have it read, and published with what is made of it. The links
-    of the Hub's cache are its own: from a snapshot to the blobs of its repository, or of the whole cache.
+    An untrusted folder could otherwise have any file of this machine read, and published with the result. Links within
+    the Hub's cache are allowed: from a snapshot to the blobs of its repository, or of the whole cache.
     """
     home = folder.resolve()
     roots = [home]
@@ -148,7 +147,7 @@ def check_links(files: Iterable[Path], folder: Path, error: type[RetexError]) ->
 
 
 def read_file(path: Path, error: type[RetexError], *, most: int = MOST_JSON_BYTES, name: str | None = None) -> bytes:
-    """Return what a regular file of at most `most` bytes holds; the other arguments are those of `read_json`."""
+    """Return the content of a regular file of at most `most` bytes; the other arguments are those of `read_json`."""
     name = str(path) if name is None else name
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
@@ -161,7 +160,7 @@ def read_file(path: Path, error: type[RetexError], *, most: int = MOST_JSON_BYTE
         return content
     except FileNotFoundError:
         raise error(f"{name} does not exist.") from None
-    except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as problem:  # ValueError: a null byte in the name
         raise error(f"{name} cannot be read: {getattr(problem, 'strerror', None) or first_line(problem)}.") from None
 
 
@@ -200,7 +199,7 @@ def _finite(text: str) -> float:
 
 
 def _check_levels(text: str) -> None:
-    """Refuse deep nesting before it is read: Python's reader in C takes the stack of its thread, which may be small."""
+    """Refuse deep nesting before parsing: Python's C parser recurses on the thread's stack, which may be small."""
     brackets = NO_BRACKETS.sub("", STRING.sub("", text.replace("\\\\", "").replace('\\"', "")))
     level = 0
     for bracket in brackets:
@@ -210,7 +209,7 @@ def _check_levels(text: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's reader of plain values, which stops where there are too many of them."""
+    """PyYAML's safe loader with a limit on the number of values."""
 
     composed = 0
 
@@ -222,9 +221,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int:
-    """How many values a document has with every alias written out; `known` holds what was counted before.
+    """Count the values of a document with every alias expanded; `known` holds the counts of visited nodes.
 
-    Done before anything is constructed: merge keys (`<<`) multiply while they are.
+    Counting comes before construction, which already expands merge keys (`<<`).
     """
     if level > MOST_LEVELS:
         raise ValueError("it is nested too deeply")
@@ -237,7 +236,7 @@ def _count(node: yaml.Node, known: dict[int, int | None], level: int = 0) -> int
     if node.tag in UNREAD:
         raise ValueError(f"it has a value with the tag {node.tag.rpartition(':')[2]!r}, which is not read")
     if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS:
-        width = 1.21 if "x" in node.value else 1  # a hexadecimal digit is as much as so many decimal ones
+        width = 1.21 if "x" in node.value else 1  # decimal digits per hexadecimal digit
         if width * len(node.value) > MOST_DIGITS:
             raise ValueError(f"it holds a number of more than {MOST_DIGITS} digits")
     if isinstance(node, yaml.MappingNode):
@@ -255,7 +254,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
     seen: set[Hashable] = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
-            # As Python would: 1, 0x1 and 1.0 are one key, however they are spelt.
+            # Compare as Python would: 1, 0x1 and 1.0 are the same key.
             merges = key.tag == "tag:yaml.org,2002:merge"
             value = key.value if merges else yaml.SafeLoader("").construct_object(key)
             if value in seen:
@@ -264,7 +263,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _reason(problem: Exception) -> str:
-    """What PyYAML found, and in which line; its own texts have several lines."""
+    """Return PyYAML's complaint and its line number in one line; its own messages have several."""
     mark, said = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
     reason = (said or first_line(problem)).rstrip(".")
     return reason if mark is None else f"{reason} (line {mark.line + 1})"

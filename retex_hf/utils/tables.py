@@ -1,4 +1,4 @@
-"""Tables of text: as Markdown, and aligned for a terminal."""
+"""Text tables, as Markdown or aligned for a terminal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .terminal import visible
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; the first column is names, the others are figures.
+    """Rows of cells under a header; the first column holds names, the others hold numbers.
 
     Args:
         header: One title per column.
-        rows: One text per column each.
-        bold: (row, column) of cells that stand out.
+        rows: Rows of one text per column.
+        bold: (row, column) of the cells to highlight.
         groups: Titles over several columns, as (title, number of columns), for the terminal.
-        words: Columns besides the first that hold words, and are aligned as words are.
+        words: Columns besides the first that hold words, and are left-aligned.
     """
 
     header: Sequence[str]
@@ -27,7 +27,7 @@ class Table:
     words: Sequence[int] = ()
 
     def markdown(self) -> str:
-        """A Markdown table.
+        """Return the table as Markdown.
 
         >>> from retex_hf.utils.tables import Table
         >>> print(Table(["method", "accuracy"], [["a", "90.0"]], frozenset({(0, 1)})).markdown())
@@ -43,7 +43,7 @@ class Table:
         return "\n".join(lines)
 
     def text(self) -> str:
-        """Columns aligned by spaces; a star marks what is bold in Markdown.
+        """Return the table with columns aligned by spaces; a star marks cells that are bold in Markdown.
 
         >>> from retex_hf.utils.tables import Table
         >>> print(Table(["method", "accuracy"], [["a", "90.0"]], frozenset({(0, 1)})).text())
@@ -82,12 +82,12 @@ class Table:
 def bold_best(
     values: Sequence[Sequence[float | None]], left_out: Sequence[int] = (), columns: Sequence[int] | None = None
 ) -> frozenset[tuple[int, int]]:
-    """(row, column) of the largest value of each column; ties are all best.
+    """Return the (row, column) of the largest value of each column, with all ties.
 
     Args:
-        values: By row; None where there is none.
+        values: Values by row; None where one is missing.
         left_out: Rows that do not compete.
-        columns: Which columns have a best; default: all.
+        columns: Columns that have a best value; default: all.
 
     >>> from retex_hf.utils.tables import bold_best
     >>> sorted(bold_best([[None, 1.0], [None, 3.0], [None, 3.0]]))
@@ -101,7 +101,7 @@ def bold_best(
 
 
 def percent(share: float | None) -> str:
-    """A share with one decimal, in per cent; empty where there is none.
+    """Format a share as a percentage with one decimal; None becomes an empty string.
 
     >>> from retex_hf.utils.tables import percent
     >>> percent(0.98765), percent(None)

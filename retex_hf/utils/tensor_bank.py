@@ -1,4 +1,4 @@
-"""Tensors that belong to a model but to none of its modules."""
+"""A module for tensors that belong to a model but to none of its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of strangers on a terminal: shown, and never obeyed."""
+"""Safe terminal output: control characters in untrusted text are escaped, so that the terminal never acts on them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import re
 from typing import Any
 
-# C0 and C1 controls (which begin escape sequences), line and paragraph separators, marks that turn the direction of
-# writing, and halves of characters, which cannot be encoded.
+# C0 and C1 controls (which begin escape sequences), line and paragraph separators, bidirectional controls, and lone
+# surrogates, which cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""A text with its control characters written out; those in `keep` stay.
+    r"""Return a text with its control characters escaped, except those in `keep`.
 
     >>> from retex_hf.utils.terminal import visible
     >>> visible("news\x1b[2J")
@@ -22,12 +22,12 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def say(text: Any, **options: Any) -> None:
-    """Print a text of several lines, of which nothing is obeyed by the terminal."""
+    """Print a text of one or more lines with its control characters escaped."""
     print(visible(str(text), keep="\n\t"), **options)
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    r"""JSON with all letters as they are, and all control characters written out.
+    r"""Return a value as JSON, with letters beyond ASCII as they are and control characters escaped.
 
     >>> from retex_hf.utils.terminal import as_json
     >>> as_json({"naïve": "\x9b2J"})

@@ -1,8 +1,8 @@
-"""Which builds this user has begun and not ended: a record of each, in a place of the user's own.
+"""Records of this user's unfinished builds, kept outside of the folders that are built.
 
-A staging folder that lies beside a target may have come with a clone or an archive, with finished work of a stranger in
-it. So a build is resumed only where this record names it: the record lies with the other files that Hugging Face's
-libraries keep for the user (`HF_HOME`), and says the name and the number (inode) of the folder.
+A staging folder beside a target may have come with a clone or an archive, and hold untrusted tensors. So a build is
+resumed only if a record names it: records lie with the user's other files of Hugging Face's libraries (`HF_HOME`), and
+hold the name and the inode of the staging folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_BYTES = 100_000
 
 
 def note(target: Path, name: str, inode: int) -> None:
-    """Remember that `target` is being built in the folder `name` beside it."""
+    """Record that `target` is being built in the staging folder `name` beside it."""
     path = _record_of(target)
     try:
         _check_own(path)
@@ -44,7 +44,7 @@ def note(target: Path, name: str, inode: int) -> None:
 
 
 def recall(target: Path) -> tuple[str, int] | None:
-    """Return name and inode of the folder in which this user was building `target`; None where there is no record."""
+    """Return the name and inode of the staging folder of this user's build of `target`; None if there is no record."""
     path = _record_of(target)
     try:
         _check_own(path)
@@ -76,7 +76,7 @@ def forget(target: Path) -> None:
 
 
 def _check_own(path: Path) -> None:
-    """Refuse folders of ours that are links. (Where the user's files are kept at all may well be one.)"""
+    """Refuse links in place of this library's own folders. (`HF_HOME` itself may be a link.)"""
     for folder in path.parents[:2]:
         state = lstat(folder)
         if state is not None and not stat.S_ISDIR(state.st_mode):
