@@ -72,7 +72,7 @@ TOKENS = {
     "language_codes",
 }  # fmt: skip
 TEMPLATES = {"chat_template", "chat_templates"}
-# Counts among the settings of `generate`, with their smallest sensible value.
+# Counts among the settings of `generate`: their smallest sensible value, and limits beyond any real use.
 COUNTS = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "max_new_tokens"), 1),
     **dict.fromkeys(

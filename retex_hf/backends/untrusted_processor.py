@@ -2,7 +2,7 @@
 
 A few numbers decide how large an image is made and into how many pieces it is cut. Processors name them in many ways,
 and more of them with every release. So numbers are judged by what they are, not by a list of bad keys: none exceeds the
-usual size of processed images, and together they ask for no more pixels than images may have.
+largest size that images are resized to, and together they ask for no more pixels than images may have.
 """
 
 from __future__ import annotations

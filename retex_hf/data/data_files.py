@@ -96,7 +96,7 @@ def check_csv(path: Path, where: str) -> None:
 
 
 def csv_columns(text: bytes, *, ended: bool) -> int | None:
-    """Return how many columns a table has: those of its first or second row, as pandas may use an extra one as index.
+    """Return how many columns a table has: those of the wider of its first two rows (pandas may make one the index).
 
     Return None where these rows continue after `text`, unless `ended`; stop early where there are too many columns.
 

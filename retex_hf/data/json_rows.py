@@ -15,7 +15,7 @@ BRACKETS = b"[]{}"
 OTHERS = bytes(set(range(256)) - set(BRACKETS))
 ESCAPE = re.compile(rb"\\[^\n]")
 SPACE = re.compile(r"[ \t\r\n]*")
-# Integers beyond 64 bits: readers would change their value.
+# Range of integers: readers change the value of larger ones.
 LEAST, MOST = -(2**63), 2**63 - 1
 LONGEST = len(str(LEAST))
 

@@ -170,7 +170,7 @@ class WeightScorer:
 
 @dataclass
 class _Pass:
-    """The scores (rows, T) that one pass has collected so far, by layer."""
+    """The scores (rows, T) that one pass has collected so far, one entry per layer."""
 
     scorer: WeightScorer
     mask: Any

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
-# Kinds of items with placeholder tokens in the text: the names of their inputs.
+# Kinds of items with placeholder tokens in the text: the names of their inputs, and the configuration keys of the
+# tokens.
 ITEMS = {
     "image": ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes",
               "image_position_ids", "image_patches", "pixel_position_ids", "patch_attention_mask", "num_tiles"),

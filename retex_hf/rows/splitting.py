@@ -51,7 +51,7 @@ def numbers_per_row(kwargs: Mapping[str, Any], rows: int) -> int:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Split the arguments of one call by rows; `whole` names those that every group gets unchanged, `reading` tells
+    """The split of one call's arguments by rows; `whole` names those that every group gets unchanged, `reading` tells
     which entries of the tensors belong to which row."""
 
     rows: int
