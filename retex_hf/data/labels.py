@@ -1,4 +1,4 @@
-"""From a row of logits to a label, as the configuration describes the row's head."""
+"""Conversion of a row of logits to a label, as the configuration describes the row's head."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _table_bytes(path: Path, where: str, most: int) -> int:
                 if total > most:
                     break
         return total
-    except Exception as error:  # as above
+    except Exception as error:  # Arrow may raise anything on a broken file
         raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
 
 

@@ -20,7 +20,7 @@ Model = Callable[..., Any]
 
 
 class Readout(ABC):
-    """How to ask a model for answers, and how to read them. `tasks` names the head of each row."""
+    """A way to query a model for answers and to read them from its output. `tasks` names the head of each row."""
 
     chooses_head = True
     """Whether a row's answer is meaningful only together with its task."""

@@ -1,5 +1,4 @@
-"""Find the axis of a layer's output that holds the features of one position: (rows, L, d), (rows, C, L), (rows, H, W,
-C).
+"""Identification of the axis that holds the features of one position: (rows, L, d), (rows, C, L), (rows, H, W, C).
 
 The number of features of a layer equals some side of its parameters. Where other axes have that length too, a
 perturbation decides: entry j of the parameter that acts last (a bias, or a row of a weight) changes feature j of every

@@ -1,5 +1,4 @@
-"""Features that identify a task: one module's output, pooled to one vector per row; the forward pass stops right
-there."""
+"""Features that identify a task: one module's output, pooled to one vector per row; the forward pass stops there."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class WeightSignatures:
 
 
 class Responses:
-    """How strongly each task's update of one layer responds to the layer's input.
+    """The strength with which each task's update of one layer responds to the layer's input.
 
     Where the factor applied to the input is shared, the input is projected once and every task has a Gram matrix
     `grams` (T, r, r); where it is the task's own (or there are no factors), every task has a projection.

@@ -1,4 +1,4 @@
-"""Which entries of an input belong to which row of a batch.
+"""The mapping from entries of an input to the rows of a batch.
 
 Most inputs have the rows along their first axis. Images, videos and sounds of models that mix them with text may
 differ: a row has as many of them as its text has placeholder tokens, in the order of these tokens, either whole
