@@ -1,4 +1,4 @@
-"""The libraries whose models we wrap, behind the same handful of functions; and modules of no library."""
+"""The supported model libraries, each a module with the same functions; and plain modules of no library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import diffusers_models, hf_transformers, openclip, plain_modules, senten
 
 __all__ = ["sentence_modules"]
 
-# The last takes any module.
+# The order matters: the last accepts any module.
 LIBRARIES = {
     library.NAME: library for library in (hf_transformers, openclip, timm_models, diffusers_models, plain_modules)
 }
@@ -26,12 +26,12 @@ DESCRIBED = (openclip, timm_models)
 
 
 def library_of(model: nn.Module) -> ModuleType:
-    """The library that a model comes from."""
+    """Return the library that a model comes from."""
     return next(library for library in LIBRARIES.values() if library.owns(model))
 
 
 def library_of_folder(folder: Path) -> ModuleType:
-    """The library that the configuration in a folder is of."""
+    """Return the library that wrote the configuration in a folder."""
     if is_open_clip(folder):
         return openclip
     config = FolderFiles(folder).json(hf_transformers.CONFIG)
@@ -40,18 +40,18 @@ def library_of_folder(folder: Path) -> ModuleType:
 
 
 def kind_of_model(model: nn.Module) -> str:
-    """What experts must have in common: a class, or an architecture of timm, whose classes make many."""
+    """Return the name that experts must share: the class, or for timm, where one class makes many, the architecture."""
     return timm_models.architecture_of(model) if timm_models.owns(model) else type(model).__name__
 
 
 def parse_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None = None) -> torch.dtype | None:
-    """The dtype to load a model with; None leaves it as it is stored. `torch_dtype` is another name of the same."""
+    """Return the dtype to load a model with; None keeps the stored one. `torch_dtype` is an alias of `dtype`."""
     given = {}
     for name, value in (("dtype", dtype), ("torch_dtype", torch_dtype)):
         if value is None:
             continue
         found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
-        # Nothing computes in floats of 8 bits or fewer: they are for storage, with scales beside them.
+        # Floats of 8 bits or fewer are storage formats with separate scales; torch does not compute in them.
         is_float = isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1
         if found != "auto" and not is_float:
             raise ConfigError(
@@ -66,7 +66,7 @@ def parse_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str 
 
 
 def as_inputs(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """A batch as keyword arguments of a model's forward; a bare tensor is its main input."""
+    """Return a batch as keyword arguments of a model's forward; a bare tensor is its main input."""
     if isinstance(batch, Tensor):
         return {library_of(model).main_inputs(model)[0]: batch}
     if not isinstance(batch, Mapping):

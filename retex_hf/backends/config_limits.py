@@ -1,7 +1,7 @@
-"""What a configuration may ask for, judged by the weights that come with it.
+"""Bound what an untrusted configuration may ask for by the weights that come with it.
 
-A configuration is a few numbers of a stranger; a model of a billion layers is made as readily as one of twelve, until
-memory is gone. Weights cannot lie so: their files have the size they have. Nothing is made that they could not fill.
+A few numbers in a configuration can ask for a model of a billion layers and exhaust memory. The weight files bound what
+is possible, because their size is fixed: refuse any model that they could not fill.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ..checkpoints.inventory import computed_names
 from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, brief, shorten
 
-# Keys of configurations that count layers, heads, labels and the like; each of them takes time and memory of its own.
-# The last names are those of single families: GPT-Neo's list of repeated layers, the dense layers before the others.
+# Configuration keys that count layers, heads, labels and the like, each of which takes time and memory. The last names
+# are specific to single families: GPT-Neo's list of repeated layers, the dense layers before the others.
 COUNT = re.compile(
     r"(^|_)(num|n|layers?|depths?|blocks?|labels?|heads?|experts?|stages?)(_|$)"
     r"|^(attention_types|first_k_dense_replace|out_indices)$"
 )
-# Of libraries whose configurations hold little but sizes.
+# For libraries whose configurations hold little but sizes.
 ANY_KEY = re.compile("")
-# No count of a real model comes near, and this many of anything small are made in a moment.
+# Far above the counts of real models, and still cheap to allocate if the entries are small.
 HARMLESS_COUNT = 100_000
-# Sizes of square matrices of complex numbers that a model computes when it is made, whatever the device (FNet).
+# Sizes of square complex matrices that a model computes when it is created, even on the meta device (FNet).
 SQUARED = {"tpu_short_seq_length"}
 BYTES_PER_COMPLEX = 16
-# How long the making of a model may take, of the processor's time: a thousand layers take about ten seconds.
+# Limit on the processor time for creating a model; a thousand layers take about ten seconds.
 HARMLESS_SECONDS, SECONDS_PER_TENSOR = 30.0, 0.05
-# Modules and parameters that a model has for every tensor in its files; tied, fused and weightless ones count too.
+# Limit on modules and parameters per tensor in the files; tied, fused and weightless ones count too.
 PIECES_PER_TENSOR, HARMLESS_PIECES = 100, 10_000
-# Constants that a model computes for itself (positions, masks), in bytes.
+# Limit on constants that a model computes itself (positions, masks), in bytes.
 HARMLESS_BUFFERS = 1 << 30
 
 
@@ -61,7 +61,7 @@ def check_counts(path: Path, values: Any, source: Source, keys: re.Pattern[str] 
                 walk(entry, key)
         elif key in SQUARED and isinstance(value, int) and BYTES_PER_COMPLEX * value**2 > HARMLESS_BUFFERS:
             raise CheckpointError(f"{path}: {key!r} is {brief(value)}; its square takes more memory than the weights.")
-        elif isinstance(value, int) and keys.search(key) and value > limit:  # nothing can be counted by a float
+        elif isinstance(value, int) and keys.search(key) and value > limit:  # floats are never counts
             raise CheckpointError(f"{path}: {key!r} is {brief(value)}; the weights leave room for {limit} at most.")
 
     walk(values, "")
@@ -69,12 +69,12 @@ def check_counts(path: Path, values: Any, source: Source, keys: re.Pattern[str] 
 
 @contextmanager
 def limited_pieces(path: Path, source: Source) -> Iterator[None]:
-    """Within this context, stop the making of a model that has far more modules than its weights have tensors."""
+    """Within this context, abort creating a model with far more modules than its weights have tensors."""
     limit, thread, made = HARMLESS_PIECES + PIECES_PER_TENSOR * len(source.infos), threading.get_ident(), 0
 
     def count(*_: Any) -> None:
         nonlocal made
-        if threading.get_ident() != thread:  # the hooks see what all threads make
+        if threading.get_ident() != thread:  # the hooks are global to all threads
             return
         made += 1
         if made > limit:
@@ -94,10 +94,10 @@ def limited_pieces(path: Path, source: Source) -> Iterator[None]:
 
 @contextmanager
 def limited_time(seconds: float, refusal: str) -> Iterator[None]:
-    """Within this context, stop this thread with a refusal once it has worked for so many seconds.
+    """Within this context, stop this thread with a refusal once it has used so many seconds of processor time.
 
-    Seconds are those of the processor, so that a busy machine refuses no more than an idle one. The thread is stopped
-    between two steps of Python; a single call of native code is not.
+    Processor time makes the limit independent of how busy the machine is. The thread is stopped between two Python
+    instructions; a single call of native code is not interrupted.
     """
     thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
     clock = time.pthread_getcpuclockid(thread) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
@@ -123,13 +123,14 @@ def limited_time(seconds: float, refusal: str) -> Iterator[None]:
         with lock:
             done.set()
             if stopped:
-                _raise_in(thread, None)  # in case it has not come yet
+                _raise_in(thread, None)  # cancel it if it was not delivered yet
     if stopped:
         raise CheckpointError(refusal)
 
 
 class TooLong(BaseException):
-    """Raised in a thread that has worked for too long; no `except Exception` of another library keeps it."""
+    """Raised in a thread that exceeds its time limit; a `BaseException`, so that no library's `except Exception`
+    catches it."""
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -138,9 +139,9 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 
 def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[str, TensorInfo]) -> None:
-    """Refuse weights that are not those of a model; `infos` are what is known of them, under the names of the model.
+    """Refuse weights that do not fit a model; `infos` describes them under the model's names.
 
-    `model` is on the meta device; `path` is the configuration that it was made from.
+    `model` is on the meta device; `path` is the configuration that it was created from.
     """
     tensors = model.state_dict(keep_vars=True)
     for name, info in infos.items():
@@ -152,7 +153,7 @@ def check_weights(path: Path, model: nn.Module, source: Source, infos: Mapping[s
             )
         if info.dtype.is_floating_point != expected.dtype.is_floating_point:
             raise CheckpointError(f"{source.label}: tensor {name!r} has dtype {info.dtype}, not {expected.dtype}.")
-    there = {id(tensors[name]) for name in infos}  # tied tensors are one
+    there = {id(tensors[name]) for name in infos}  # tied tensors count once
     wanted = [name for name, _ in model.named_parameters() if name not in computed_names(model)]
     missing = [name for name in wanted if id(tensors.get(name)) not in there]
     if missing:
@@ -170,8 +171,8 @@ def _bytes(tensor: Tensor) -> int:
 
 @contextmanager
 def limited_model(path: Path, sizes: Mapping[str, Any], source: Source) -> Iterator[None]:
-    """Within this context, a model is made only if its weights (`source`) could fill it; every number in its
-    configuration (at `path`) may be a size."""
+    """Within this context, create a model only if its weights (`source`) could fill it; treat every number in its
+    configuration (at `path`) as a possible size."""
     check_counts(path, sizes, source, keys=ANY_KEY)
     with limited_pieces(path, source):
         yield

@@ -1,8 +1,8 @@
-"""Contain other libraries while they read untrusted files: no question, no request, no foreign code, no new process.
+"""Contain other libraries while they read untrusted files: no prompt, no request, no foreign code, no new process.
 
-Configurations are vetted before a library sees them (`untrusted_config`), which is a list of what is known. This is the
-second line, for what is not: it watches what the interpreter is about to do, so it holds for keys that nobody has heard
-of. A block is per thread: other threads of the program may reach the network meanwhile.
+Configurations are vetted before a library sees them (`untrusted_config`), but that covers known risks only. This second
+line of defence watches the interpreter's audit events, so it also covers unknown keys. It applies per thread: other
+threads of the program may use the network meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..utils.locks import making
 
-# Audit events of CPython, and what each would have done.
+# Audit events of CPython, and the action that each stands for.
 ALWAYS = {
     "builtins.input": "ask a question on the terminal",
     "subprocess.Popen": "start a program",
@@ -52,14 +52,14 @@ _current: ContextVar[_Containment | None] = ContextVar("containment", default=No
 
 @contextmanager
 def contained(path: Path, *, network: bool = False) -> Iterator[None]:
-    """Within this context, refuse what a library would do because of the file at `path`.
+    """Within this context, refuse dangerous actions that a library takes because of the file at `path`.
 
-    A library may swallow the refusal and go on with something else, which would not be what the file says: so it is
-    raised again at the end. One thread at a time is in such a context, see `Making`.
+    A library may swallow the refusal and continue with a fallback that the file does not describe, so it is raised
+    again at the end. One thread at a time is in such a context, see `Making`.
 
     Args:
         path: The file or folder that is read, for the message.
-        network: Allow requests: the caller has passed an option that may need them.
+        network: Allow requests, because the caller passed an option that may need them.
     """
     _install()
     containment = _Containment(ALWAYS if network else {**ALWAYS, **NETWORK})
@@ -83,7 +83,7 @@ def _refusal(path: Path, deed: str) -> CheckpointError:
 
 @cache
 def _install() -> None:
-    """Install the hook once; outside of `contained` it returns at once. (CPython cannot remove audit hooks.)"""
+    """Install the hook once; outside of `contained` it does nothing. (CPython cannot remove audit hooks.)"""
     sys.addaudithook(_watch)
 
 

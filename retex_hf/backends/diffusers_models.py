@@ -1,4 +1,4 @@
-"""What is particular to the models of diffusers: loading, saving, names in files. The library itself is optional."""
+"""Loading, saving and tensor names of diffusers models. The library itself is optional."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 NAME = "diffusers"
 CONFIG = "config.json"
 WEIGHTS_STEM, SHARDED = "diffusion_pytorch_model", True
-# Whether `return_dict=False` of `forward` gives a tuple of what are named fields otherwise.
+# Whether `forward` returns named fields, and a tuple of them with `return_dict=False`.
 NAMES_FIELDS = True
 CLASS = "_class_name"
 
@@ -67,15 +67,15 @@ head_names, labels_of = no_heads, no_labels
 
 
 def owns(model: nn.Module) -> bool:
-    """Whether a model is one of diffusers' own; a class of somebody's own cannot be found again by its name."""
-    module = sys.modules.get("diffusers.models.modeling_utils")  # who has such a model has imported it
+    """Return whether a model's class is part of diffusers; custom classes cannot be found again by name."""
+    module = sys.modules.get("diffusers.models.modeling_utils")  # such a model implies that it is imported
     return (
         module is not None and isinstance(model, module.ModelMixin) and type(model).__module__.startswith("diffusers.")
     )
 
 
 def is_folder_of(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is one that diffusers writes for a model."""
+    """Return whether a `config.json` is one that diffusers writes for a model."""
     return CLASS in config and not ({"architectures", "model_type"} & config.keys())
 
 
@@ -85,7 +85,7 @@ def architecture(folder: Path) -> str:
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
-    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    """Return a folder's configuration, vetted: nothing in it runs code or is fetched."""
     return vet_diffusers_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
 
 
@@ -97,7 +97,7 @@ def _model_class(name: Any, path: Path) -> type:
         raise CheckpointError(
             f"{path} asks for a model of diffusers, which is not installed: pip install diffusers."
         ) from None
-    # Not `getattr` alone: it would import whatever module diffusers has under a name.
+    # `getattr` alone would import any module of diffusers by name.
     public = isinstance(name, str) and name.isidentifier() and name[0].isupper() and name in dir(diffusers.models)
     found = getattr(diffusers.models, name, None) if public else None
     if not (isinstance(found, type) and issubclass(found, ModelMixin) and hasattr(found, "from_config")):
@@ -115,8 +115,7 @@ def load(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a folder's weights (`source`) into the model it describes. diffusers gets the tensors, and no name of a
-    file."""
+    """Load a folder's weights (`source`) into the model it describes. diffusers receives tensors, never file names."""
     if options:
         raise CheckpointError(f"a diffusers model is loaded without {sorted(options)[0]!r}, which is for transformers.")
     model = _create(folder / CONFIG, vetted_config(folder, files))
@@ -125,7 +124,7 @@ def load(
 
 
 def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    """Create the model of `load` without values: names, shapes, ties and configuration."""
     with torch.device("meta"), init.meta_device_safe_creation_ops():
         return _create(folder / CONFIG, vetted_config(folder, files)).eval()
 
@@ -137,18 +136,17 @@ def _create(path: Path, config: Mapping[str, Any]) -> nn.Module:
             return cls.from_config(dict(config))
     except RetexError:
         raise
-    except Exception as error:  # whatever a foreign file makes diffusers raise; the cause stays attached
+    except Exception as error:  # an untrusted file may make diffusers raise anything; keep the cause
         raise CheckpointError(f"{path} does not describe a {cls.__name__}: {first_line(error)}") from error
 
 
 def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
-    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    """Within this context, create a folder's model only if its weights (`source`) could fill it."""
     return limited_model(folder / CONFIG, vetted_config(folder, files), source)
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
-    configuration."""
+    """Create a folder's model on the meta device, and check its weights (`source`) against its configuration."""
     with limited(folder, source, files=files):
         model = load_on_meta(folder, files=files)
     check_names(model, source, CONFIG)
@@ -173,7 +171,7 @@ def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """All that `save` writes, without the weights."""
+    """Write all that `save` writes, except the weights."""
     model.save_config(folder)
 
 

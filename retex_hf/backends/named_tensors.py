@@ -1,4 +1,4 @@
-"""Models whose files hold the tensors of their state dict, under the model's own names; tied ones once."""
+"""Models whose files hold their state dict under the model's own names; tied tensors once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, shorten
 
-# What data-parallel training puts before the names.
+# Prefix that data-parallel training adds to the names.
 PARALLEL = "module."
 
 
 def saved_names(model: nn.Module) -> list[str]:
-    """Names of the tensors that `save_tensors` writes: of those that are tied, the first."""
+    """Return the names of the tensors that `save_tensors` writes: the first of each tied group."""
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first.setdefault(id(tensor), name)
@@ -27,25 +27,25 @@ def saved_names(model: nn.Module) -> list[str]:
 
 
 def save_tensors(model: nn.Module, folder: Path, stem: str, max_shard_size: str | int) -> None:
-    """Write a model's tensors as safetensors, in shards where they are larger than `max_shard_size`."""
+    """Write a model's tensors as safetensors, in shards of at most `max_shard_size`."""
     tensors = model.state_dict()
-    # Copies, because views of one memory are refused.
+    # Copy, because views of shared memory are refused.
     plain = {name: tensors[name].detach().cpu().contiguous().clone() for name in saved_names(model)}
     save_torch_state_dict(plain, folder, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_shard_size)
 
 
 def file_form(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Files have the model's own names."""
+    """Return the tensors as they are: files use the model's own names."""
     return tensors
 
 
 def index_metadata(model: nn.Module) -> dict[str, Any]:
-    """The index of sharded weights says nothing of the model."""
+    """Return no metadata for the index of sharded weights."""
     return {}
 
 
 def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
-    """Map a source's tensors to the model's names, from which data-parallel training may have moved them."""
+    """Map a source's tensors to the model's names, without the prefix of data-parallel training."""
     known = model.state_dict()
     aligned, unexpected = {}, []
     for key, info in source.infos.items():
@@ -58,8 +58,7 @@ def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo,
 
 
 def check_names(model: nn.Module, source: Source, asked_by: str) -> None:
-    """Refuse weights with tensors that a model lacks, without some that it has, or of other shapes; `asked_by` says
-    what made the model."""
+    """Refuse weights with unexpected or missing tensors, or other shapes; `asked_by` names the origin of the model."""
     aligned, unexpected = align(model, source)
     if unexpected:
         raise CheckpointError(f"{source.label} holds {shorten(unexpected)}, which {asked_by} does not ask for.")
@@ -81,17 +80,17 @@ def check_names(model: nn.Module, source: Source, asked_by: str) -> None:
 
 
 def fill(model: nn.Module, source: Source, *, copy: bool, dtype: torch.dtype | None) -> nn.Module:
-    """Give a model the tensors of a source, which `check_names` has compared, in the dtypes they are stored in.
+    """Give a model the tensors of a source, checked by `check_names`, in their stored dtypes.
 
     Args:
-        model: Made with tensors of its own, or on the meta device.
+        model: The model, with tensors of its own or on the meta device.
         source: The weights.
         copy: Copy the tensors, so that writing to the model does not write to the source.
         dtype: Cast the model to this dtype instead.
     """
     stored = {info.dtype for info in source.infos.values() if info.dtype.is_floating_point}
     if len(stored) == 1:
-        # Constants that are in no file follow the weights. Of models that warn of this, every tensor is set below.
+        # Constants that are in no file follow the weights. For models that warn about this, every tensor is set below.
         nn.Module.to(model, next(iter(stored)))
     tensors = model.state_dict(keep_vars=True)
     for name, (_, read) in align(model, source)[0].items():
@@ -101,10 +100,10 @@ def fill(model: nn.Module, source: Source, *, copy: bool, dtype: torch.dtype | N
 
 
 def no_heads(model: nn.Module, names: list[str]) -> set[str]:
-    """Nothing in such a model says which of its layers belongs to the task."""
+    """Return no head parameters: nothing in such a model tells which layers belong to the task."""
     return set()
 
 
 def no_labels(source: Source) -> dict[str, Any]:
-    """Such a checkpoint names no labels."""
+    """Return no labels: such a checkpoint names none."""
     return {}

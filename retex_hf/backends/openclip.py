@@ -1,4 +1,4 @@
-"""What is particular to OpenCLIP: loading, saving, names in files, where features come from."""
+"""Loading, saving, tensor names and feature extraction of OpenCLIP models."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ NAME = "open_clip"
 CONFIG, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
 WEIGHTS_STEM, SHARDED = Path(WEIGHTS_FILE).stem, False
 NAMES_FIELDS = False
-# How OpenCLIP begins to say that a model has no weights yet.
+# Beginnings of OpenCLIP's warnings about a model without weights.
 WITHOUT_WEIGHTS = ("No pretrained weights loaded", "Local config loaded, but no CLIP weights found")
-# Where we keep what an OpenCLIP model does not: the dict of its own `open_clip_config.json`.
+# Attribute that holds the model's `open_clip_config.json` as a dict, which OpenCLIP does not keep.
 CONFIG_ATTRIBUTE = "open_clip_config"
 
 
@@ -42,7 +42,7 @@ def owns(model: nn.Module) -> bool:
 
 
 def architecture(folder: Path) -> str:
-    """An OpenCLIP folder says which library it is of, not which class."""
+    """Return the library's name: an OpenCLIP folder does not name a class."""
     return NAME
 
 
@@ -56,9 +56,9 @@ def load(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a folder's weights (`source`) into the model it describes, and remember its configuration.
+    """Load a folder's weights (`source`) into the model it describes, and keep its configuration.
 
-    OpenCLIP gets the tensors, and no name of a file. It is always strict, and always copies.
+    OpenCLIP receives tensors, never file names. Loading is always strict, and always copies.
     """
     if options:
         raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
@@ -83,7 +83,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    """Create the model of `load` without values: names, shapes, ties and configuration."""
     config = vetted_config(folder, files)
     with torch.device("meta"):
         model = _create(folder, config, device="meta")
@@ -92,7 +92,7 @@ def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFil
 
 
 def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
-    """Make a model of a folder's configuration, of which nothing is fetched."""
+    """Create a model from a folder's configuration; fetch nothing."""
     path = folder / CONFIG
     options |= {"load_weights": False, "pretrained_text": False, **text_tower(config, path)}
     try:
@@ -100,18 +100,17 @@ def _create(folder: Path, config: dict[str, Any], **options: Any) -> nn.Module:
             return open_clip.create_model(f"local-dir:{copy}", **options).eval()
     except RetexError:
         raise
-    except Exception as error:  # whatever a foreign file makes OpenCLIP raise; the cause stays attached
+    except Exception as error:  # an untrusted file may make OpenCLIP raise anything; keep the cause
         raise CheckpointError(f"{path} does not describe an OpenCLIP model: {first_line(error)}") from error
 
 
 def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
-    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    """Within this context, create a folder's model only if its weights (`source`) could fill it."""
     return limited_model(folder / CONFIG, vetted_config(folder, files), source)
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
-    configuration."""
+    """Create a folder's model on the meta device, and check its weights (`source`) against its configuration."""
     path = folder / CONFIG
     with limited(folder, source, files=files):
         model = load_on_meta(folder, files=files)
@@ -124,7 +123,7 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> n
 
 @contextmanager
 def _no_warning_of_missing_weights() -> Iterator[None]:
-    """OpenCLIP warns, through the root logger, of a model without weights, which here is what is asked for."""
+    """Silence OpenCLIP's warning, on the root logger, about a model without weights: here that is intended."""
     root = logging.getLogger()
 
     def others(record: logging.LogRecord) -> bool:
@@ -145,8 +144,8 @@ def describe(
 ) -> None:
     """Make sure a model carries its configuration, which OpenCLIP itself does not keep.
 
-    Taken from `model_config` (an architecture name or its dict), else from the model itself (if `load` made it), else
-    from `folder` or a `sibling` of the same architecture.
+    Take it from `model_config` (an architecture name or its dict), else from the model itself (if `load` created it),
+    else from `folder` or a `sibling` of the same architecture.
     """
     if model_config is None:
         if hasattr(model, CONFIG_ATTRIBUTE):
@@ -172,7 +171,7 @@ def describe(
 
 
 def _attach(model: nn.Module, config: dict[str, Any], path: Path) -> None:
-    """Let a model carry a configuration, after it was compared with what that makes."""
+    """Attach a configuration to a model, after checking that it describes this model."""
     with torch.device("meta"):
         made = _create(path, config, device="meta")
     difference = structure_difference(model, made)
@@ -191,12 +190,12 @@ def _attach(model: nn.Module, config: dict[str, Any], path: Path) -> None:
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
-    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    """Return a folder's configuration, vetted: nothing in it runs code or is fetched."""
     return vet_open_clip_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
-    """Write the two files that `open_clip.create_model("local-dir:...")` reads. It reads one weight file only, so
+    """Write the two files that `open_clip.create_model("local-dir:...")` reads. It reads a single weight file, so
     `max_shard_size` does not apply."""
     save_config(model, folder)
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -204,33 +203,33 @@ def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """All that `save` writes, without the weights."""
+    """Write all that `save` writes, except the weights."""
     text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def saved_names(model: nn.Module) -> list[str]:
-    """Names of the tensors that `save` writes, as the model has them."""
+    """Return the names of the tensors that `save` writes, as the model has them."""
     return list(model.state_dict())
 
 
 def file_form(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """OpenCLIP's files have the model's own names."""
+    """Return the tensors as they are: OpenCLIP's files use the model's own names."""
     return tensors
 
 
 def index_metadata(model: nn.Module) -> dict[str, Any]:
-    """OpenCLIP reads one weight file only, which has no index."""
+    """Return no index metadata: OpenCLIP reads a single weight file, without an index."""
     return {}
 
 
 def head_names(model: nn.Module, names: list[str]) -> set[str]:
-    """OpenCLIP models classify by text; they have no task heads."""
+    """Return no head parameters: OpenCLIP models classify by text."""
     return set()
 
 
 def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
-    """Map a source's tensors to the model's names: training checkpoints prefix them with `module.`."""
+    """Map a source's tensors to the model's names, without the `module.` prefix of training checkpoints."""
     known = model.state_dict()
     aligned, unexpected = {}, []
     for key, info in source.infos.items():
@@ -261,17 +260,17 @@ def _described(folder: Path, source: Source) -> nn.Module:
 
 
 def vocabulary_names(model: nn.Module, inventory: Inventory) -> list[str]:
-    """OpenCLIP's towers share one tokenizer, which experts do not extend."""
+    """Return none: OpenCLIP's towers share one tokenizer, which experts do not extend."""
     return []
 
 
 def is_dual_encoder(model: nn.Module) -> bool:
-    """CoCa's captions belong to their images; in the other classes images and texts are encoded apart."""
+    """Return whether images and texts are encoded apart; CoCa's captions depend on their images."""
     return not isinstance(model, CoCa)
 
 
 def is_text_parameter(name: str) -> bool:
-    """Whether a parameter of a dual encoder belongs to its text side, which OpenCLIP does not always name."""
+    """Return whether a parameter of a dual encoder belongs to its text side, which OpenCLIP does not always name."""
     return not name.startswith(("visual.", "logit_"))
 
 
@@ -280,15 +279,15 @@ def feature_root(model: nn.Module) -> nn.Module:
 
 
 def feature_call(model: nn.Module) -> tuple[str, str]:
-    """The part of the model that turns inputs into features, and its method that does."""
+    """Return the submodule that computes features, and its method."""
     return "visual", "forward"
 
 
 def main_inputs(model: nn.Module) -> tuple[str, ...]:
-    """What models and their `generate` call the images."""
+    """Return the names of the image input in `forward` and in `generate`."""
     return ("image", "images")
 
 
 def row_inputs(model: nn.Module) -> tuple[str, ...]:
-    """Names of inputs that say how many rows a batch has, first match wins."""
+    """Return the names of inputs that tell how many rows a batch has; the first match wins."""
     return (*main_inputs(model), "text")

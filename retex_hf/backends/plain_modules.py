@@ -1,4 +1,4 @@
-"""Modules of no library that we know: any `nn.Module`, which its caller makes with a function."""
+"""Modules of no known library: any `nn.Module`, which the caller creates with a function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ head_names, labels_of = no_heads, no_labels
 
 
 class Skeleton(nn.Module):
-    """The tensors of a module whose class is not at hand, on the meta device: to compare with, not to run."""
+    """The tensors of a module whose class is not at hand, on the meta device: for comparison, not to run."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def owns(model: nn.Module) -> bool:
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
-    """Return a stand-in with the tensors of the weights: what they belong to only `load` is told."""
+    """Return a stand-in with the tensors of the weights; only `load` learns the class."""
     return Skeleton(source)
 
 
@@ -76,7 +76,7 @@ def load(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a folder's weights (`source`) into the module that the caller's function makes."""
+    """Load a folder's weights (`source`) into the module that the caller's function creates."""
     if options:
         raise CheckpointError(f"a module of your own is loaded without {sorted(options)[0]!r}.")
     if make_model is None:
@@ -93,17 +93,17 @@ def load(
 
 @contextmanager
 def limited(folder: Path, source: Source) -> Iterator[None]:
-    """Nothing is made of such a folder but what its caller makes."""
+    """Limit nothing: only the caller creates the model of such a folder."""
     yield
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
-    """Write the weights. There is no configuration: the class is its author's."""
+    """Write the weights. There is no configuration, because the class is the author's own."""
     save_tensors(model, folder, WEIGHTS_STEM, max_shard_size)
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """All that `save` writes, without the weights: nothing."""
+    """Write nothing: apart from the weights, such a model has no files."""
 
 
 def num_labels(model: nn.Module) -> int | None:
@@ -123,7 +123,7 @@ def feature_root(model: nn.Module) -> nn.Module:
 
 
 def vocabulary_names(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Nothing says which tensors have a row for each token."""
+    """Return none: nothing tells which tensors have a row per token."""
     return []
 
 
@@ -139,17 +139,17 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def feature_call(model: nn.Module) -> tuple[str, str]:
-    """The part of the model that turns inputs into features, and its method that does."""
+    """Return the submodule that computes features, and its method."""
     return "", "forward"
 
 
 def main_inputs(model: nn.Module) -> tuple[str, ...]:
-    """The first argument of `forward`."""
+    """Return the name of the first argument of `forward`."""
     return row_inputs(model)[:1]
 
 
 def row_inputs(model: nn.Module) -> tuple[str, ...]:
-    """All arguments of `forward` that have names, in their order: the first of them that is a tensor has the rows."""
+    """Return the named arguments of `forward` in order: the first that is a tensor has the rows."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind not in kinds)

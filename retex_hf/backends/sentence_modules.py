@@ -1,8 +1,8 @@
-"""What a SentenceTransformer has beyond its transformer: pooling, dense layers and the like, as files beside it.
+"""The modules that a SentenceTransformer has after its transformer: pooling, dense layers and the like, as files.
 
-The transformer is merged and recovered; the modules after it are the same for all experts, and are taken along so that
-`SentenceTransformer(artifact)` works. Their configurations name classes by import path. Nothing of that is imported
-here, and none is written that is not sentence-transformers' own.
+The transformer is merged and recovered; the modules after it are the same for all experts and are copied, so that
+`SentenceTransformer(artifact)` works. Their configurations name classes by import path. Nothing named there is imported
+here, and only classes of sentence-transformers itself are written.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ MODULES, TRANSFORMER_CONFIG, MODEL_CONFIG = (
     "config_sentence_transformers.json",
 )
 CONFIG, WEIGHTS_STEM = "config.json", "model"
-# Where we keep what a transformers model does not: `{name of a file: what it holds}`.
+# Attribute that holds these files on a transformers model: `{file name: content}`.
 ATTRIBUTE = "sentence_files"
-# The modules that are known to compute nothing but what their configurations and weights say, wherever releases of
-# sentence-transformers have kept them.
+# Modules known to compute only what their configurations and weights say, under the import paths that releases of
+# sentence-transformers have used.
 KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LayerNorm", "WeightedLayerPooling")
 TYPE = re.compile(
     rf"sentence_transformers\.(models|base\.modules|sentence_transformer\.modules)(\.[A-Za-z_]+)?\.({'|'.join(KNOWN)})"
 )
 WITH_WEIGHTS = ("Dense", "LayerNorm", "WeightedLayerPooling")
 ACTIVATION = re.compile(r"torch\.nn\.modules\.[a-z_]+\.([A-Za-z0-9]+)")
-# What is read of the settings of the model and of its transformer; other keys name files and options of loaders.
+# Keys kept from the settings of the model and of its transformer; others name files and loader options.
 SETTINGS = ("prompts", "default_prompt_name", "similarity_fn_name", "model_type", "__version__")
 OF_TRANSFORMERS = (
     "max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name", "unpad_inputs",
     "query_length", "document_length", "query_expansion", "processing_kwargs",
 )  # fmt: skip
-# Texts that people write before a sentence, and versions.
+# Prompts before a sentence, and versions: free text.
 FREE_TEXT = ("prompts", "default_prompt_name", "__version__")
 FOLDER = re.compile(r"[0-9]+_[A-Za-z0-9]+")
 MOST_MODULES = 16
@@ -57,7 +57,7 @@ Files = dict[str, bytes]
 
 
 def read_modules(files: FolderFiles) -> Files | None:
-    """Return the files of a folder's modules, vetted; None where the folder is no SentenceTransformer's."""
+    """Return the files of a folder's modules, vetted; None where the folder holds no SentenceTransformer."""
     if not files.has(MODULES):
         return None
     path = files.folder / MODULES
@@ -75,7 +75,7 @@ def read_modules(files: FolderFiles) -> Files | None:
 
 
 def _entries(files: FolderFiles, path: Path) -> list[tuple[dict[str, Any], str]]:
-    """The modules in their order, each with its class's name."""
+    """Return the modules in order, each with its class name."""
     try:
         values = parse_json(files.read(MODULES).decode(), str(path), CheckpointError, kind=list)
     except UnicodeDecodeError:
@@ -129,7 +129,7 @@ def _read_module(files: FolderFiles, folder: str, kind: str) -> Files:
 
 def _read_weights(files: FolderFiles, folder: str) -> dict[str, Tensor]:
     kept = getattr(files, "tensors", {}).get(f"{folder}/{WEIGHTS_STEM}.safetensors")
-    if kept is not None:  # of an artifact, as they were compared with its records
+    if kept is not None:  # from an artifact, already checked against its records
         return {name: tensor.contiguous().clone() for name, tensor in kept.items()}
     where = files.folder / folder
     source = open_files(weight_files(where, (WEIGHTS_STEM, "pytorch_model")), str(where))
@@ -154,7 +154,8 @@ def _activation(value: Any, path: Path) -> str:
 
 
 def _plain(value: Any, path: Path, key: str = "") -> Any:
-    """The same value, if it is made of numbers and plain words: nothing that names a file, an address or a class."""
+    """Return a value unchanged if it holds only numbers and plain words; refuse what may name a file, an address or a
+    class."""
     if isinstance(value, dict):
         return {name: _plain(entry, path, name) for name, entry in value.items()}
     if isinstance(value, list):
@@ -169,14 +170,14 @@ def _as_json(values: Any) -> bytes:
 
 
 def modules_of(source: Source) -> Files | None:
-    """The files of the modules that a checkpoint has after its transformer; None where it is a transformer alone."""
+    """Return the files of the modules after a checkpoint's transformer; None for a bare transformer."""
     if source.folder is not None:
         return read_modules(FolderFiles(source.folder))
     return None if source.whole is None else _written(source.whole, source.label)
 
 
 def _written(model: Any, label: str) -> Files:
-    """The files that a SentenceTransformer in memory is saved as, without its transformer."""
+    """Return the files that a SentenceTransformer in memory is saved as, without its transformer."""
     entries = []
     with TemporaryDirectory() as place:
         folder = Path(place)
@@ -189,7 +190,7 @@ def _written(model: Any, label: str) -> Files:
                     (folder / path).mkdir()
                     module.save(str(folder / path))
             model[0].save_config(str(folder), filename=TRANSFORMER_CONFIG)
-        except Exception as error:  # modules of somebody's own may do anything when they are saved
+        except Exception as error:  # custom modules may raise anything when they are saved
             raise CheckpointError(f"{label}: its modules cannot be saved: {first_line(error)}") from error
         (folder / MODULES).write_bytes(_as_json(entries))
         settings = {key: getattr(model, key, None) for key in ("prompts", "default_prompt_name", "similarity_fn_name")}
@@ -200,7 +201,7 @@ def _written(model: Any, label: str) -> Files:
 
 
 def common_modules(sources: Iterable[Source]) -> Files | None:
-    """The modules that all checkpoints with modules have in common; refuses those that differ."""
+    """Return the modules that all checkpoints with modules share; refuse checkpoints whose modules differ."""
     first: tuple[Source, Files] | None = None
     for source in sources:
         found = modules_of(source)
@@ -214,14 +215,14 @@ def common_modules(sources: Iterable[Source]) -> Files | None:
 
 
 def check_modules(model: nn.Module, source: Source) -> None:
-    """Refuse a checkpoint whose modules are not those that a model carries."""
+    """Refuse a checkpoint whose modules differ from those that a model carries."""
     found, own = modules_of(source), getattr(model, ATTRIBUTE, None)
     if found is not None and own is not None:
         _check_same(own, "the merged model", found, source.label)
 
 
 def _check_same(one: Files, label: str, other: Files, other_label: str) -> None:
-    # Prompts and versions may differ; what is computed may not.
+    # Prompts and versions may differ; the computation may not.
     for name in sorted({*one, *other} - {TRANSFORMER_CONFIG, MODEL_CONFIG}):
         if not _same(name, one.get(name), other.get(name)):
             raise CheckpointError(
@@ -234,11 +235,11 @@ def _same(name: str, one: bytes | None, other: bytes | None) -> bool:
     if name != MODULES or one is None or other is None:
         return one == other
     kinds = [[(entry["path"], entry["type"].rpartition(".")[2]) for entry in json.loads(data)] for data in (one, other)]
-    return kinds[0] == kinds[1]  # releases keep one class in different places
+    return kinds[0] == kinds[1]  # releases keep the same class under different import paths
 
 
 def attach(model: nn.Module, files: Files | None) -> None:
-    """Let a model carry the files of the modules after it."""
+    """Attach the files of the modules after a model to it."""
     if files is not None:
         setattr(model, ATTRIBUTE, files)
 
@@ -251,11 +252,11 @@ def write(model: nn.Module, folder: Path) -> None:
 
 
 def sentence_transformer(transformer: PreTrainedModel, runs: nn.Module, side_files: Mapping[str, Any]) -> Any:
-    """Make a SentenceTransformer of a transformers model and the modules that it carries.
+    """Create a SentenceTransformer from a transformers model and the modules that it carries.
 
     Args:
         transformer: The model that carries the modules.
-        runs: What takes its place: the model itself, or one that routes.
+        runs: The module that runs in its place: the model itself, or one that routes.
         side_files: The files of its tokenizer, vetted.
     """
     files = getattr(transformer, ATTRIBUTE, None)
@@ -269,7 +270,7 @@ def sentence_transformer(transformer: PreTrainedModel, runs: nn.Module, side_fil
         ) from None
     with private_copy({**side_files, **files}) as folder:
         try:
-            transformer.save_pretrained(folder)  # the library takes a folder, and nothing else
+            transformer.save_pretrained(folder)  # the library only accepts a folder
             with contained(folder):
                 made = SentenceTransformer(
                     str(folder),
@@ -279,9 +280,9 @@ def sentence_transformer(transformer: PreTrainedModel, runs: nn.Module, side_fil
                 )
         except RetexError:
             raise
-        except Exception as error:  # whatever sentence-transformers raises of files that are not its own
+        except Exception as error:  # vetted files may still make sentence-transformers raise anything
             raise RetexError(f"sentence-transformers does not make a model of this one: {first_line(error)}") from error
-    # Releases call it so or so; the other name is a property.
+    # The attribute's name depends on the release; the other name is a property.
     name = "model" if "model" in made[0]._modules else "auto_model"
     setattr(made[0], name, runs)
     return made.eval()

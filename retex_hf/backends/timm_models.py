@@ -1,4 +1,4 @@
-"""What is particular to timm: loading, saving, classifiers and labels, where features come from."""
+"""Loading, saving, classifiers and labels of timm models."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ NAME = "timm"
 CONFIG = "config.json"
 WEIGHTS_STEM, SHARDED = "model", False  # timm reads one weight file only
 NAMES_FIELDS = False
-# Where we keep what a timm model does not: the dict of its own `config.json`.
+# Attribute that holds the model's `config.json` as a dict, which timm does not keep.
 CONFIG_ATTRIBUTE = "timm_config"
 
 
 def owns(model: nn.Module) -> bool:
-    """Whether a model is one that `timm.create_model` makes, not a class of somebody's own that builds on it."""
+    """Return whether `timm.create_model` makes such a model; custom classes built on timm do not count."""
     place = type(model).__module__
     return (
         place.startswith("timm.models.") and not place.startswith("timm.models._") and hasattr(model, "pretrained_cfg")
@@ -64,7 +64,7 @@ def owns(model: nn.Module) -> bool:
 
 
 def is_folder_of(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is one that timm writes, not transformers' class around timm's models."""
+    """Return whether a `config.json` is one that timm writes, not that of transformers' wrapper around timm."""
     return isinstance(config.get("architecture"), str) and not ({"architectures", "model_type"} & config.keys())
 
 
@@ -74,13 +74,13 @@ def architecture(folder: Path) -> str:
 
 
 def architecture_of(model: nn.Module) -> str:
-    """Return the name under which timm makes a model."""
+    """Return timm's name for a model's architecture."""
     config = getattr(model, CONFIG_ATTRIBUTE, None)
     return str(config["architecture"] if config else model.pretrained_cfg.get("architecture"))
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
-    """Return the configuration of a folder, vetted: it asks for nothing that would run code or be fetched."""
+    """Return a folder's configuration, vetted: nothing in it runs code or is fetched."""
     return vet_timm_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
 
 
@@ -94,7 +94,7 @@ def load(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a folder's weights (`source`) into the model it describes. timm gets the tensors, and no name of a file."""
+    """Load a folder's weights (`source`) into the model it describes. timm receives tensors, never file names."""
     if options:
         raise CheckpointError(f"a timm model is loaded without {sorted(options)[0]!r}, which is for transformers.")
     config = vetted_config(folder, files)
@@ -104,7 +104,7 @@ def load(
 
 
 def load_on_meta(folder: Path, source: Source | None = None, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make what `load` gives, without the values: names, shapes, ties and configuration."""
+    """Create the model of `load` without values: names, shapes, ties and configuration."""
     with _on_meta():
         return _create(folder / CONFIG, vetted_config(folder, files)).eval()
 
@@ -116,7 +116,7 @@ def _on_meta() -> Iterator[None]:
 
 
 def _create(path: Path, config: Mapping[str, Any]) -> nn.Module:
-    import timm  # only those who use its models wait for it
+    import timm  # imported late, because it is slow to import and rarely needed
 
     note = {key: value for key, value in config.get("pretrained_cfg", {}).items() if key in TIMM_DATA}
     note |= {"architecture": config["architecture"], "num_classes": config["num_classes"]}
@@ -130,23 +130,22 @@ def _create(path: Path, config: Mapping[str, Any]) -> nn.Module:
             )
     except RetexError:
         raise
-    except Exception as error:  # whatever a foreign file makes timm raise; the cause stays attached
+    except Exception as error:  # an untrusted file may make timm raise anything; keep the cause
         raise CheckpointError(f"{path} does not describe a model of timm: {first_line(error)}") from error
     setattr(model, CONFIG_ATTRIBUTE, dict(config))
     return model
 
 
 def limited(folder: Path, source: Source, *, files: FolderFiles | None = None) -> AbstractContextManager[None]:
-    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    """Within this context, create a folder's model only if its weights (`source`) could fill it."""
     path, config = folder / CONFIG, vetted_config(folder, files)
-    # Of the images that a model was trained on, nothing is made.
+    # These keys describe images and labels; nothing is allocated from them.
     sizes = {key: value for key, value in config.items() if key not in ("pretrained_cfg", "label_names")}
     return limited_model(path, sizes, source)
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> nn.Module:
-    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its
-    configuration."""
+    """Create a folder's model on the meta device, and check its weights (`source`) against its configuration."""
     with limited(folder, source, files=files):
         model = load_on_meta(folder, files=files)
     check_names(model, source, CONFIG)
@@ -160,15 +159,15 @@ def describe(
     folder: Path | None = None,
     sibling: nn.Module | None = None,
 ) -> None:
-    """Make sure a model carries its configuration, which timm itself does not keep, and that the configuration makes
-    this model.
+    """Make sure a model carries its configuration, which timm itself does not keep, and that the configuration
+    describes this model.
 
     Args:
         model: The model.
-        model_config: What `timm.create_model` was called with: `{"architecture": ..., "model_args": {...}}`, or the
+        model_config: The arguments of `timm.create_model`: `{"architecture": ..., "model_args": {...}}`, or the
             architecture's name. Default: the architecture that the model itself names, without arguments.
-        folder: Of another library's.
-        sibling: Of another library's.
+        folder: Unused; other libraries need it.
+        sibling: Unused; other libraries need it.
     """
     if hasattr(model, CONFIG_ATTRIBUTE):
         return
@@ -220,20 +219,20 @@ def _described(folder: Path, source: Source) -> nn.Module:
 
 
 def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
-    """Write the two files that `timm.create_model("local-dir:...", pretrained=True)` reads. It reads one weight file
-    only, so `max_shard_size` does not apply."""
+    """Write the two files that `timm.create_model("local-dir:...", pretrained=True)` reads. It reads a single weight
+    file, so `max_shard_size` does not apply."""
     save_config(model, folder)
     save_tensors(model, folder, WEIGHTS_STEM, 1 << 62)
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """All that `save` writes, without the weights."""
+    """Write all that `save` writes, except the weights."""
     text = json.dumps(getattr(model, CONFIG_ATTRIBUTE), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def head_names(model: nn.Module, names: list[str]) -> set[str]:
-    """Parameters of the classifier (of both, where there are two)."""
+    """Return the parameters of the classifier, or of both where there are two."""
     found = model.get_classifier() if num_labels(model) else ()
     heads = set(found) if isinstance(found, (tuple, list)) else {found}
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in heads)
@@ -241,7 +240,7 @@ def head_names(model: nn.Module, names: list[str]) -> set[str]:
 
 
 def labels_of(source: Source) -> dict[str, Any]:
-    """What a checkpoint's config says of its head."""
+    """Return the label names in a checkpoint's configuration."""
     if source.folder is None:
         return {}
     names = vetted_config(source.folder).get("label_names")

@@ -1,15 +1,15 @@
-"""Vet the configuration of an untrusted checkpoint: only what describes a model's shape reaches a library.
+"""Vet the configuration of an untrusted checkpoint: pass on only what describes a model's shape.
 
-Libraries resolve values of a configuration as files, Hub ids, classes and code, at any depth, and more of them with
-every release. So values are judged by what they are, not by a list of bad keys:
+Libraries resolve configuration values as files, Hub ids, classes and code, at any depth, and more of them with every
+release. So values are judged by what they are, not by a list of bad keys:
 
-- numbers, booleans and null pass (`limits` judges their size);
+- numbers, booleans and null pass (`config_limits` checks their size);
 - a string passes if it is a plain word, and its key does not say that it names a file, an address or a repository;
-- other strings are refused where the configuration's class reads the key, and left out where it does not: people note
-  things there, and nobody is to read them;
-- what names custom code is left out, so that every loader, however deep, takes the library's own class or fails.
+- other strings are refused where the configuration's class reads the key, and left out where it does not: such keys
+  hold notes that no code needs;
+- references to custom code are left out, so that every loader, at any depth, takes the library's own class or fails.
 
-What the person at the keyboard passes as an option is another matter: it goes to the library as it is.
+Options that the user passes are trusted and go to the library unchanged.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from ..errors import CheckpointError, brief
 # Options of transformers that run code which comes with a checkpoint.
 OF_CODE = ("trust_remote_code", "custom_generate", "allow_all_kernels")
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-# Those that are in transformers and torch themselves; for others it may fetch kernels.
+# Implementations within transformers and torch; for others transformers may fetch kernels.
 BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
-# Left out wherever they stand: references to custom code, and notes of where a model came from.
+# Left out at any depth: references to custom code, and notes of a model's origin.
 LEFT_OUT = {"auto_map", "_name_or_path", "name_or_path", "_commit_hash"}
-# Where a processor is to compute: that is for the person at the keyboard to say.
+# The device of a processor: for the user to choose.
 PLACES = {"device"}
-# Texts for people and tokenizers, which no library resolves.
+# Free text for people and tokenizers, which no library resolves.
 FREE_TEXT = {
     "id2label", "label2id", "label_names", "architectures", "transformers_version", "task_specific_params", "prefix",
     "finetuning_task", "vocab_list", "vocabulary_map", "languages", "langs", "lang2id", "id2lang", "lang_to_id",
     "task_to_id", "doc_sep", "title_sep", "stop_strings",
 }  # fmt: skip
-# Keys under which configurations name an architecture of timm, which would also look on the Hub.
+# Keys that name an architecture of timm, which timm may also look up on the Hub.
 OF_TIMM = ("architecture", "backbone", "timm_model_name")
-# timm's note of where its weights came from; of that, what its data transforms read.
+# timm's note on the origin of its weights, and the keys of it that its data transforms read.
 TIMM_NOTE = "pretrained_cfg"
 TIMM_DATA = {
     "input_size", "fixed_input_size", "min_input_size", "interpolation", "crop_pct", "crop_mode", "test_input_size",
     "test_crop_pct", "test_crop_mode", "mean", "std", "num_classes", "label_offset", "label_names",
     "label_descriptions", "pool_size", "first_conv", "classifier", "tag",
 }  # fmt: skip
-# What timm's own configurations say of a model besides.
+# Other keys that timm's own configurations use to describe a model.
 OF_TIMM_MODELS = {"architecture", "num_classes", "num_features", "global_pool", "label_names", "label_descriptions"}
-# Arguments of timm's factory that load, fetch or wrap something, and say nothing of a model's shape.
+# Arguments of timm's factory that load, fetch or wrap something, and do not describe a model's shape.
 NOT_OF_SHAPE = re.compile(r"pretrained.*|checkpoint_path|cache_dir|feature.*|scriptable|exportable|no_jit|num_classes")
-# Words of a key that say: its value is the name of something that would be opened, fetched or imported.
+# Words in a key which indicate that its value names something to be opened, fetched or imported.
 NAMING = {
     "path", "paths", "file", "files", "filename", "url", "urls", "uri", "dir", "directory", "folder", "checkpoint",
     "repo", "repository", "hub", "revision", "dataset", "weights", "pretrained", "module", "script", "code", "load",
 }  # fmt: skip
 # Letters, digits and a few signs. A dot only before a part with a digit in it ("torch.float16", "v1.5"), because
-# otherwise it may be the name of a file.
+# otherwise it may be a file name.
 PLAIN = re.compile(r"[A-Za-z0-9_+ -]*(?:\.[A-Za-z_+ -]*[0-9][A-Za-z0-9_+ -]*)*")
 LONGEST_WORD = 200
-# What OpenCLIP's own configurations tell its tokenizers; it hands anything else to transformers, as an option.
+# Tokenizer options in OpenCLIP's own configurations; it passes any other to transformers.
 TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
 FINDS_FILES = "configuration_files"
-# Arguments of tokenizers that take the name of a file, or are handed on as they stand.
+# Arguments of tokenizers that take a file name, or are passed on unchecked.
 FILES_OF_TOKENIZERS = {"vocab", "merges", "init_inputs", "sp_model_kwargs", "fast_tokenizer_files"}
 TOKENS = {
     "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "model_specific_special_tokens",
     "language_codes",
 }  # fmt: skip
 TEMPLATES = {"chat_template", "chat_templates"}
-# Settings of `generate` that count something: the smallest number that makes sense, and one beyond all reason.
+# Counts among the settings of `generate`: their smallest sensible value, and limits beyond any real use.
 COUNTS = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "max_new_tokens"), 1),
     **dict.fromkeys(
@@ -96,9 +96,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def vet_transformers_config(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:
-    """Return the part of a `config.json` that transformers may read; see the rules of this module.
+    """Return the part of a `config.json` that transformers may read, by the rules of this module.
 
-    `config_class` is the class that will read it. Where it is None, every key is taken to be read.
+    `config_class` is the class that will read it. If it is None, every key counts as read.
     """
     if values.get("quantization_config") is not None:
         raise CheckpointError(f"{path} has a quantization_config: expected plain weights. Quantise when loading.")
@@ -131,7 +131,7 @@ def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
         raise CheckpointError(
             f"{path} has the tokenizer option {foreign[0]!r}, which is none of {sorted(TOKENIZER_OPTIONS)}."
         )
-    # The names of a text tower and of its tokenizer are resolved by `text_tower`.
+    # `text_tower` resolves the names of a text tower and of its tokenizer.
     towers = {key: text[key] for key in ("hf_model_name", "hf_tokenizer_name") if key in text}
     vetted = _vetted({**values, "model_cfg": _without(values, towers)}, path, None)
     if towers:
@@ -140,8 +140,8 @@ def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
 
 
 def vet_timm_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the part of a timm model's `config.json` that timm may read: what it calls the model, the arguments that
-    make it, and what is known of its images and labels."""
+    """Return the part of a timm model's `config.json` that timm may read: the architecture, the arguments that create
+    it, and what describes its images and labels."""
     note = part(values, TIMM_NOTE, path) if TIMM_NOTE in values else values
     kept = {key: value for key, value in values.items() if key in OF_TIMM_MODELS}
     arguments = part(values, "model_args", path)
@@ -151,7 +151,7 @@ def vet_timm_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     classes = kept["num_classes"]
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
         raise CheckpointError(f"{path} has num_classes={brief(classes)}: expected a number of classes.")
-    descriptions = kept.pop("label_descriptions", None)  # a text of people's for every label
+    descriptions = kept.pop("label_descriptions", None)  # free text for every label
     vetted = _vetted({**kept, "model_args": arguments, TIMM_NOTE: note}, path, None)
     if not isinstance(vetted.get("architecture"), str):
         raise CheckpointError(f"{path} names no architecture of timm.")
@@ -166,7 +166,7 @@ def vet_diffusers_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
 
 
 def _check_norms(model: Mapping[str, Any], path: Path) -> None:
-    """Refuse texts among the settings of normalisation, which torch would stumble over when it computes."""
+    """Refuse strings among the settings of normalisation, on which torch would fail during the forward pass."""
     for section in model:
         if not isinstance(model[section], Mapping):
             continue
@@ -184,10 +184,11 @@ def _without(values: Mapping[str, Any], left_out: Mapping[str, Any]) -> Any:
 
 
 def text_tower(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what to make an OpenCLIP model with whose text tower is one of transformers': its configuration from the
+    """Return the options for creating an OpenCLIP model with a text tower of transformers: its configuration from the
     local Hub cache, and no weights. Empty for other models.
 
-    OpenCLIP names such a tower by its Hub id, and would fetch it. Who trusts that id fetches its configuration first.
+    OpenCLIP names such a tower by its Hub id and would fetch it. A user who trusts that id fetches its configuration
+    first.
     """
     text = part(part(config, "model_cfg", path), "text_cfg", path)
     name = text.get("hf_model_name")
@@ -208,8 +209,8 @@ def text_tower(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def vet_side_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a tokenizer's or processor's configuration that transformers may read.
 
-    Tokens and templates are texts; other strings are plain words. Old versions noted the paths of their own files
-    there, so what names a file is left out and not refused; the files that are read are found by their names.
+    Tokens and templates are free text; other strings must be plain words. Old versions noted the paths of their own
+    files there, so values that name a file are left out, not refused; files are found by their fixed names.
     """
     kept = {}
     for key, value in values.items():
@@ -230,7 +231,7 @@ def vet_special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_token(key: str) -> bool:
-    """Tell whether a key of a tokenizer's configuration holds tokens."""
+    """Return whether a key of a tokenizer's configuration holds tokens."""
     return key.endswith("_token") or key in TOKENS
 
 
@@ -281,7 +282,7 @@ def _vetted_list(key: str, values: list[Any], path: Path, config_class: type | N
         elif read is None or key in read:
             raise CheckpointError(f"{path} lists {brief(value)} under {key!r}: expected plain words.")
         else:
-            return []  # a note: half of it would be another one
+            return []  # a note: drop it as a whole, because a part of it could mislead
     return kept
 
 
@@ -298,7 +299,7 @@ def _names_something(key: str) -> bool:
 
 
 def _check_timm_name(key: str, value: str, path: Path) -> bool:
-    import timm  # only those who name one of its architectures wait for it
+    import timm  # imported late, because it is slow to import and rarely needed
 
     if len(value) > LONGEST_WORD or ":" in value or "/" in value or not timm.is_model(value):
         raise CheckpointError(f"{path} asks for {key}={brief(value)}, which is no architecture of timm's own.")
@@ -315,7 +316,7 @@ def _check_implementation(key: str, value: Any, path: Path) -> None:
 
 
 def _keys_read_by(config_class: type | None) -> set[str] | None:
-    """Return the keys that a class of configurations declares; None where the class is not known."""
+    """Return the keys that a configuration class declares; None where the class is not known."""
     if config_class is None:
         return None
     names = {field.name for field in dataclasses.fields(config_class)}
@@ -328,7 +329,7 @@ def _default(config_class: type | None, key: str) -> Any:
 
 
 def _nested_class(config_class: type | None, key: str, values: Mapping[str, Any]) -> type | None:
-    """Return the class that reads a configuration within another one; None where it is not known."""
+    """Return the class that reads a nested configuration; None where it is not known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = values.get("model_type")

@@ -1,8 +1,8 @@
-"""Run the image processor of an untrusted model: its settings are judged by size before an image reaches it.
+"""Run the image processor of an untrusted model after bounding the sizes in its settings.
 
-A few numbers of a stranger say how large an image is made, and into how many pieces it is cut. Processors name them in
-many ways, and more of them with every release. So numbers are judged by what they are, not by a list of bad keys: none
-is larger than what images are made to, and all together ask for no more pixels than images may have.
+A few numbers decide how large an image is made and into how many pieces it is cut. Processors name them in many ways,
+and more of them with every release. So numbers are judged by what they are, not by a list of bad keys: none exceeds the
+largest size that images are resized to, and together they ask for no more pixels than images may have.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from PIL import Image
 from ..errors import ArtifactError, InputError, RetexError, brief, first_line
 from ..utils.images import MOST_PIXELS
 
-# The largest sides of real processors for images are 2560 (Donut) and 3920 (Aria).
+# The largest sides in real image processors are 2560 (Donut) and 3920 (Aria).
 LARGEST = 4096
-# What a number is, by the words of its keys; the first that fits counts.
+# Kind of a number, by the words of its keys; the first match wins.
 SHARE, PIECES, GRID, SQUARE, SIZE, OTHER = "share", "pieces", "grid", "square", "size", "other"
 KINDS = {
-    # Of an image, that a crop keeps: the image is made larger by its inverse first.
+    # Share of an image that a crop keeps: the image is enlarged by its inverse first.
     SHARE: re.compile(r"pct|percent"),
-    # How many an image is cut into.
+    # Number of pieces that an image is cut into.
     PIECES: re.compile(r"patches|tiles|crops|slice|nums|frames|dynamic_hd"),
-    # What an image is made to before it is cut.
+    # Size to which an image is resized before it is cut.
     GRID: re.compile(r"pinpoint|resolutions"),
-    # Within a piece, or beside it, or the least of something.
+    # Sizes within or beside a piece, and minimum sizes.
     SQUARE: re.compile(r"patch|(^|[._])min_|divisor|multiple|merge|mask|pool"),
     SIZE: re.compile(r"size|crop|edge|height|width|tile|resolution|pad(?!.*(token|val|mode))"),
     OTHER: re.compile(""),
 }
 LEAST_SHARE = 0.1
-# How many of the smallest size fit into the largest: some processors make pieces of it.
+# Limit on how many areas of the smallest size fit into the largest: some processors cut one into the other.
 MOST_CUT = 10_000
 USUAL_SQUARE = 16 * 16
 
 
 class CheckedProcessor:
-    """An image processor that is called with images of which it can make a batch in reasonable memory.
+    """An image processor that only accepts images from which it makes a batch in reasonable memory.
 
     Args:
         path: The file that its settings come from.
         settings: All its settings, with the defaults of its class.
-        process: Makes a batch of images.
+        process: Function that makes a batch of images.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class CheckedProcessor:
             return self._process(images)
         except RetexError:
             raise
-        except Exception as error:  # whatever odd settings make a library raise; the cause stays attached
+        except Exception as error:  # odd settings may make a library raise anything; keep the cause
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ArtifactError(
                 f"{self._path} describes an image processor that fails on images ({reason})."
             ) from error
 
     def _check_shape(self, number: int, image: Image.Image) -> None:
-        """Refuse a line of pixels: where its short side is made longer, its long side is too."""
+        """Refuse a very long and narrow image: enlarging its short side enlarges its long side too."""
         short, long = sorted(image.size)
         if short == 0 or self._area * long / short > MOST_PIXELS:
             raise InputError(
@@ -79,7 +79,7 @@ class CheckedProcessor:
 
 
 def check_sizes(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse settings of an image processor that ask for more than images have."""
+    """Refuse settings of an image processor that ask for more pixels than images may have."""
     for name, value in _numbers(settings):
         if not _is_reasonable(value, _kind(name)):
             kind = _kind(name)
@@ -112,12 +112,12 @@ def _of_kind(settings: Mapping[str, Any], kind: str) -> Iterator[float]:
 
 
 def _areas(settings: Mapping[str, Any], kind: str) -> Iterator[float]:
-    """Yield the pixels of squares with these sides, which are at least as many as any two of them make."""
+    """Yield the areas of squares with these sides: an upper bound for the product of any two of them."""
     return (value**2 for value in _of_kind(settings, kind))
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield all numbers, each with the keys that lead to it."""
+    """Yield all numbers, each with the path of keys that leads to it."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _numbers(entry, f"{name}.{key}" if name else str(key))

@@ -1,7 +1,7 @@
 """Vet the files of an untrusted tokenizer or processor before native code reads them.
 
-`tokenizers` is compiled, and ends the process where it cannot allocate memory: a text that a chain of replacements
-makes longer and longer does that. So the growth of a text is bounded by what the file says, before it is loaded.
+`tokenizers` is compiled, and aborts the process when it cannot allocate memory, for example when a chain of
+replacements makes a text longer and longer. So the growth of a text is bounded from the file before it is loaded.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ..utils.strict_files import parse_json
 from .untrusted_config import vet_side_config, vet_special_tokens
 
 TOKENIZER, SPECIAL_TOKENS = "tokenizer.json", "special_tokens_map.json"
-# What lies behind these keys changes texts, one after the other.
+# Keys of the steps that change a text, in order.
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-# Steps in one tokenizer, and how deep they may be nested. Real ones have about ten, in two levels.
+# Limits on the number of steps in one tokenizer and on their nesting. Real ones have about ten, in two levels.
 MOST_STEPS, MOST_LEVELS = 200, 16
-# By how much all replacements together may lengthen a text. Real ones replace a blank by one other character.
+# Limit on how much all replacements together may lengthen a text. Real ones replace a blank by one character.
 MOST_GROWTH = 1_000
-# A character of UTF-8 has at most so many bytes.
+# Longest encoding of a character in UTF-8.
 BYTES_PER_CHARACTER = 4
-# Tokens that a template may put around a text.
+# Limit on the tokens that a template may add to a text.
 MOST_ADDED = 1_000
-# Numbers under these keys make every text so long, whatever it is.
+# Keys of numbers that set the length of every text, whatever its content.
 LENGTHS = ("length", "max_length", "pad_to_multiple_of", "Fixed", "stride")
 LONGEST = 10_000_000
 
 
 def vetted_side_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return a folder's tokenizer and processor files as libraries may read them.
+    """Return a folder's tokenizer and processor files in the form that libraries may read.
 
-    Configurations lose what names code and other files; a tokenizer that could exhaust memory is refused.
+    Drop what names code or other files from configurations; refuse a tokenizer that could exhaust memory.
     """
     vetted = dict(files)
     for name, data in files.items():
@@ -76,7 +76,7 @@ def _check_tokenizer(path: Path, values: Any) -> None:
 
 
 def _steps(path: Path, value: Any, level: int) -> Iterator[Mapping[str, Any]]:
-    """Walk over all steps within a step."""
+    """Yield all steps within a step."""
     if level > MOST_LEVELS:
         raise CheckpointError(f"{path} nests steps more than {MOST_LEVELS} deep.")
     if isinstance(value, Mapping):
@@ -92,7 +92,8 @@ def _steps(path: Path, value: Any, level: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(path: Path, step: Mapping[str, Any]) -> int:
-    """Bound by how much a step lengthens a text. A pattern may match every single character, and between them."""
+    """Return an upper bound on how much a step lengthens a text. A pattern may match every character and between
+    characters."""
     characters = step.get("precompiled_charsmap")
     if isinstance(characters, str):
         return _longest_replacement(path, characters)
@@ -101,8 +102,8 @@ def _growth(path: Path, step: Mapping[str, Any]) -> int:
 
 
 def _longest_replacement(path: Path, text: str) -> int:
-    """Return the length of the longest text that a compiled map (of sentencepiece) puts in a character's place: after
-    the size of its table, and the table, stand all replacements, with a zero after each."""
+    """Return the length of the longest replacement in a compiled character map of sentencepiece: the size of its table,
+    the table, then all replacements, each ended by a zero byte."""
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
@@ -112,7 +113,7 @@ def _longest_replacement(path: Path, text: str) -> int:
 
 
 def _check_template(path: Path, step: Mapping[str, Any]) -> None:
-    """Refuse a template that adds more tokens to a text than any task has use for."""
+    """Refuse a template that adds more tokens to a text than any task needs."""
     special = step.get("special_tokens")
     if not isinstance(special, Mapping):
         return

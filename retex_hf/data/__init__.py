@@ -1,1 +1,1 @@
-"""Task data in, answers out: datasets, labels, and how a model's outputs are read."""
+"""Datasets, labels, and how a model's outputs are read as answers."""

@@ -1,4 +1,4 @@
-"""Data files of strangers, looked at before foreign native code reads them: what lies about its size ends here."""
+"""Check untrusted data files before native code reads them, and refuse those that misstate their size."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .data_limits import MOST_COLUMNS, MOST_TIMES, check_cells, check_columns, m
 from .json_rows import JsonRows
 
 BLOCK = 1 << 20
-# As pandas reads a field: quotes count at its beginning, and what comes after the last one belongs to it too.
+# Match fields as pandas does: quotes count at the beginning only, and text after the closing quote belongs to the
+# field.
 FIELD = re.compile(rb'(?:"[^"]*(?:""[^"]*)*"?)?[^,\r\n]*')
 
 
 class Images(Sequence[Image.Image]):
-    """A column of images, each of which is read when it is asked for.
+    """A column of images, each decoded on access.
 
     Args:
         name: The task, for messages.
-        data: A data set.
-        column: A column of images that are not decoded: bytes, or paths of files.
+        data: A dataset.
+        column: A column of undecoded images: bytes, or file paths.
     """
 
     def __init__(self, name: str, data: Dataset, column: str) -> None:
@@ -51,15 +52,15 @@ class Images(Sequence[Image.Image]):
         where = f"Task {self._name!r}: the image of row {index}"
         if cell["bytes"] is not None:
             return read_image(cell["bytes"], where)
-        if cell["path"] is None or "://" in cell["path"]:  # an address, which `datasets` would fetch
+        if cell["path"] is None or "://" in cell["path"]:  # a URL, which `datasets` would fetch
             raise EvaluationError(f"{where} is not in the data, and no file.")
         return read_image(cell["path"], f"{where}, {cell['path']},")
 
 
 def check_json(path: Path, where: str) -> None:
-    """Refuse a file that is not JSON, read strictly, unpacks to far more than it is, or is too deep or too wide.
+    """Refuse a file that is not strict JSON, unpacks to far more than its size, or is too deep or too wide.
 
-    Native readers of JSON follow every bracket with a call, until the stack ends, and with it the process.
+    Native JSON readers recurse at every bracket, so deep nesting would overflow the stack and end the process.
     """
     rows, size = JsonRows(), 0
     for block in _blocks(path, where):
@@ -78,14 +79,14 @@ def _add(rows: JsonRows, block: bytes | None, where: str) -> None:
 
 
 def check_csv(path: Path, where: str) -> None:
-    """Refuse a file that is not text in UTF-8, unpacks to far more than it is, or is too wide."""
+    """Refuse a file that is not text in UTF-8, unpacks to far more than its size, or is too wide."""
     head, size, tried, columns, lines = [], 0, 0, None, 1
     for block in _blocks(path, where):
         size += len(block)
         lines += block.count(b"\n") + block.count(b"\r")
         if columns is None:
             head.append(block)
-            if size >= 2 * tried:  # not after every block, for time that grows with the length alone
+            if size >= 2 * tried:  # only when the size has doubled, to keep the total time linear
                 columns, tried = csv_columns(b"".join(head), ended=False), size
     if columns is None:
         columns = csv_columns(b"".join(head), ended=True)
@@ -95,9 +96,9 @@ def check_csv(path: Path, where: str) -> None:
 
 
 def csv_columns(text: bytes, *, ended: bool) -> int | None:
-    """How many columns a table has: as many as the first or the second row, of which pandas makes an index if need be.
+    """Return how many columns a table has: those of the wider of its first two rows (pandas may make one the index).
 
-    None where these rows go on after `text`, which is not the whole (`ended`); stops where there are too many.
+    Return None where these rows continue after `text`, unless `ended`; stop early where there are too many columns.
 
     >>> from retex_hf.data.data_files import csv_columns
     >>> csv_columns(b'a,"b,\\n""c"\\n1,2,3\\n', ended=True), csv_columns(b'a,b\\n"1,2', ended=False)
@@ -121,9 +122,9 @@ def csv_columns(text: bytes, *, ended: bool) -> int | None:
 
 
 def check_no_archive(path: Path, where: str) -> None:
-    """Refuse a file that `datasets` would unpack, whatever its name is; `.gz` says that one is packed, and no archive.
+    """Refuse a file that `datasets` would unpack, whatever its name; only gzip files named `.gz` are allowed.
 
-    Comes after a look at what the file holds: to find out, `datasets` may itself unpack some of it.
+    Call this after checking the content: to detect the format, `datasets` may itself unpack some of the file.
     """
     kind = Extractor.infer_extractor_format(path)
     if kind is not None and (kind, path.suffix) != ("gzip", ".gz"):
@@ -131,7 +132,8 @@ def check_no_archive(path: Path, where: str) -> None:
 
 
 def _blocks(path: Path, where: str) -> Iterator[bytes]:
-    """The text of a file, unpacked, until it is far larger than packed; in whole lines, unless these are long."""
+    """Yield a file's text, decompressed, in whole lines unless these are long; refuse it once it is far larger than the
+    file."""
     got, most, decoder = 0, most_unpacked(path.stat().st_size), codecs.getincrementaldecoder("utf-8")()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -151,7 +153,7 @@ def _blocks(path: Path, where: str) -> Iterator[bytes]:
 
 
 def read_arrays(path: Path, wanted: Sequence[str], where: str) -> list[np.ndarray]:
-    """Read arrays of an `.npz` file, whose headers must say what is there: nothing is allocated on their word."""
+    """Read arrays of an `.npz` file; check their headers against the data before allocating memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -175,7 +177,7 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
             raise ValueError(f"{member.filename} is of version {version}")
         try:
             shape, _, dtype = readers[version](file)
-        except Exception:  # whatever Python's parser raises, with which numpy reads it
+        except Exception:  # numpy parses it with Python's parser, which may raise anything
             raise ValueError(f"{member.filename} has no header that can be read") from None
         if not shape or not all(type(axis) is int for axis in shape):
             raise ValueError(f"{member.filename} has the shape {brief(shape)}, which has no rows")

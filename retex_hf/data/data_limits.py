@@ -1,19 +1,19 @@
-"""How much is made of a data file of a stranger."""
+"""Limits on the memory that an untrusted data file may take."""
 
 from __future__ import annotations
 
 from ..errors import EvaluationError
 
-# How much larger a file may be unpacked: texts and tables become ten to fifty times as large, bombs a thousand times.
+# Limit on the unpacked size: texts and tables unpack to ten to fifty times their size, zip bombs to a thousand times.
 MOST_TIMES, ALWAYS_BYTES = 200, 100_000_000
 MOST_ROWS = 100_000_000
-# `datasets` and Arrow take time that grows with the square of them.
+# `datasets` and Arrow take time quadratic in the number of columns.
 MOST_COLUMNS = 1000
 CELL_BYTES = 8
 
 
 def most_unpacked(size: int) -> int:
-    """How many bytes may be made of so many."""
+    """Return how many bytes a file of this size may unpack to."""
     return max(ALWAYS_BYTES, MOST_TIMES * size)
 
 
@@ -24,6 +24,7 @@ def check_columns(where: str, columns: int) -> None:
 
 
 def check_cells(where: str, rows: int, columns: int, size: int) -> None:
-    """Refuse a text of `size` bytes whose table is far larger: a cell that a row leaves out is a cell of the table."""
+    """Refuse a text of `size` bytes whose table is far larger: cells that a row omits still take memory in the
+    table."""
     if rows * columns * CELL_BYTES > most_unpacked(size):
         raise EvaluationError(f"{where} becomes a table of more than {MOST_TIMES} times its size.")

@@ -1,4 +1,4 @@
-"""Tasks from wherever people keep them: `datasets` objects, folders and files, the Hub."""
+"""Load task data from `datasets` objects, folders, files and the Hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRS = (
 LABEL_COLUMNS = ("label", "labels", "target", "answer")
 # owner/name, or a bare name; then :configuration and @revision.
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^@]+))?(?:@(?P<revision>.+))?")
-# A column within a prompt.
+# A column name within a prompt.
 COLUMN = re.compile(r"{(\w+)}")
 
 Source = str | Path | Dataset | DatasetDict
@@ -48,21 +48,21 @@ def load_task(
     label_column: str | None = None,
     label_names: Sequence[str] | None = None,
 ) -> TaskData:
-    """One task's data.
+    """Load one task's data.
 
     Args:
-        name: What the task is called.
+        name: Name of the task.
         source: A `Dataset` (taken whole) or `DatasetDict`; a folder that `save_to_disk` wrote, that holds
             `<split>.jsonl`, `.json`, `.csv` (also with `.gz`) or `.parquet`, or images as `<split>/<class>/<file>`; one
             such file; an `.npz` file with the arrays `<split>_x` and `<split>_y`; or a Hub name, `owner/name`, with
-            `:configuration` and `@revision` where needed. Beside files, `labels.json` (for `a.npz`: `a.json`) may
-            name the classes, as a list or under the key "labels".
-        split: Which part.
+            `:configuration` and `@revision` where needed. Beside files, `labels.json` (for `a.npz`: `a.json`) may name
+            the classes, as a list or under the key "labels".
+        split: The split to load.
         input_column: The column of texts or images; two columns for pairs of texts; or a prompt with columns in braces.
             Default: found by common names, and refused where there are several.
-        label_column: Likewise.
+        label_column: The column of labels. Default: found likewise.
         label_names: The classes in the order of the head. Labels that carry names are looked up in it, so data that
-            count the classes in another order are read rightly. Default: what the data say.
+            number the classes in another order are read correctly. Default: the names in the data.
 
     Returns:
         Class indices as answers, or texts where labels are texts and no classes are named.
@@ -82,7 +82,7 @@ def load_task(
 def load_inputs(
     name: str, source: Source, *, split: str = "train", input_column: str | Sequence[str] | None = None
 ) -> Sequence[Any]:
-    """One task's inputs, whether or not they are labelled.
+    """Load one task's inputs, whether or not they are labelled.
 
     `source` is anything that `load_task` takes, and also a `.txt` file of one input per line (with a tab between the
     texts of a pair), or a folder of images without classes.
@@ -100,14 +100,14 @@ def load_inputs(
 
 
 def _load(name: str, source: Source, split: str) -> tuple[Dataset, list[str] | None]:
-    """The part of a source, and the names of its classes where a file beside it has them."""
+    """Return the split of a source, and its class names where a file beside it has them."""
     if isinstance(source, (str, Path)):
         path = _typed_path(name, source)
         data, named = _load_path(name, path, split) if path.exists() else (_load_hub(name, str(source), split), None)
     else:
         data, named = _part(name, source, split, "the data"), None
     for column in [column for column, feature in data.features.items() if isinstance(feature, Image)]:
-        data = data.cast_column(column, Image(decode=False))  # `Images` decode them, within limits
+        data = data.cast_column(column, Image(decode=False))  # `Images` decodes them, within limits
     return data, named
 
 
@@ -120,7 +120,7 @@ def _typed_path(name: str, source: str | Path) -> Path:
 
 def _read_lines(name: str, path: Path) -> list[str | tuple[str, str]]:
     try:
-        # Not `splitlines`, which also splits at characters that may be within a text.
+        # `splitlines` would also split at characters that may occur within a text.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except UnicodeDecodeError:
         raise EvaluationError(f"Task {name!r}: {path} is not text in UTF-8.") from None
@@ -130,7 +130,7 @@ def _read_lines(name: str, path: Path) -> list[str | tuple[str, str]]:
 
 
 def read_line(line: str) -> str | tuple[str, str]:
-    """A line of a text file: a text, or a pair of texts with a tab between them."""
+    """Parse a line of a text file: a text, or a pair of texts separated by a tab."""
     return tuple(line.split("\t")) if line.count("\t") == 1 else line
 
 
@@ -139,7 +139,7 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _image_files(files: Sequence[Path], labels: Sequence[str] | None = None) -> Dataset:
-    """Image files as a data set, with the classes of all of them where they have some."""
+    """Return image files as a dataset, with their classes where `labels` is given."""
     columns: dict[str, Any] = {"image": [str(file) for file in files]}
     features: dict[str, Any] = {"image": Image(decode=False)}
     if labels is not None:
@@ -161,7 +161,7 @@ def _load_arrays(name: str, path: Path, split: str, label_names: Sequence[str] |
 
 
 def _load_path(name: str, path: Path, split: str) -> tuple[Dataset, list[str] | None]:
-    """The part of a folder or file, and the names of its classes where a file beside it has them."""
+    """Return the split of a folder or file, and its class names where a file beside it has them."""
     if path.is_file():
         return _load_file(name, path), _read_names(path.parent / LABELS_FILE)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -183,7 +183,7 @@ def _load_path(name: str, path: Path, split: str) -> tuple[Dataset, list[str] | 
 
 
 def _loader(file: Path) -> str | None:
-    """Which of the builders of `datasets` reads a file: by its ending, before that of a compression."""
+    """Return the builder of `datasets` that reads a file, by its suffix before that of a compression."""
     suffixes = file.suffixes[:-1] if file.suffix == ".gz" else file.suffixes
     return LOADERS.get(suffixes[-1]) if suffixes else None
 
@@ -191,7 +191,7 @@ def _loader(file: Path) -> str | None:
 def _load_saved(name: str, folder: Path) -> Dataset | DatasetDict:
     try:
         return load_from_disk(str(folder))
-    except Exception as error:  # whatever `datasets` raises, a broken folder is one sentence
+    except Exception as error:  # `datasets` may raise anything on a broken folder
         raise EvaluationError(f"Task {name!r}: {folder} cannot be read ({first_line(error)}).") from error
 
 
@@ -204,8 +204,8 @@ def _load_file(name: str, file: Path) -> Dataset:
     CHECKS[loader](file, f"Task {name!r}: {file}")
     try:
         return load_dataset(loader, data_files=str(file), split="train")
-    except Exception as error:  # whatever the reader of this format raises, a broken file is one sentence
-        reason = first_line(error.__cause__ or error)  # `datasets` says what it was doing, its cause what is wrong
+    except Exception as error:  # the reader may raise anything on a broken file
+        reason = first_line(error.__cause__ or error)  # `datasets` says what it did, the cause what is wrong
         raise EvaluationError(f"Task {name!r}: {file} cannot be read ({reason}).") from error
 
 
@@ -217,7 +217,7 @@ def _load_hub(name: str, source: str, split: str) -> Dataset:
         )
     try:
         return load_dataset(found["path"], found["config"], split=split, revision=found["revision"])
-    except Exception as error:  # network, missing repository, missing split: all end here
+    except Exception as error:  # network errors, a missing repository or a missing split
         raise EvaluationError(
             f"Task {name!r}: the split {split!r} of {source} cannot be loaded ({first_line(error)})."
         ) from error
@@ -246,7 +246,7 @@ def _read_names(path: Path) -> list[str] | None:
 
 
 def _input_columns(name: str, data: Dataset, given: str | Sequence[str] | None, label: str) -> str | tuple[str, ...]:
-    """A column, several, or a prompt."""
+    """Return the input: a column, several columns, or a prompt."""
     there = data.column_names
     if given is not None:
         prompt = isinstance(given, str) and "{" in given
@@ -297,24 +297,24 @@ def _inputs(name: str, data: Dataset, columns: str | tuple[str, ...]) -> Sequenc
     if isinstance(columns, tuple):
         return list(zip(*(data[column] for column in columns), strict=True))
     if "{" in columns:
-        # Not `str.format`, with which a prompt could also ask for attributes of a value, or for a gigabyte of blanks.
+        # `str.format` would let a prompt read attributes of a value, or ask for a gigabyte of padding.
         return [COLUMN.sub(lambda found, row=row: str(row[found[1]]), columns) for row in data]
-    # Images stay in their files until they are asked for.
+    # Images are decoded on access.
     return Images(name, data, columns) if isinstance(data.features[columns], Image) else list(data[columns])
 
 
 def _answers(
     name: str, labels: Sequence[Any], own: Sequence[str] | None, wanted: Sequence[str] | None
 ) -> list[Answer | None]:
-    """Labels as class indices in the order of `wanted` (else of `own`), or as they are where nothing names them.
+    """Return labels as class indices in the order of `wanted` (else of `own`), or unchanged where nothing names them.
 
-    What says that there is no label (None, -1) is handed on; evaluation refuses it by row.
+    Missing labels (None, -1) are passed on; evaluation refuses them by row.
     """
     order = {label: index for index, label in enumerate(wanted or own or ())}
 
     def index(row: int, label: Any) -> Any:
         if isinstance(label, float) and label.is_integer():
-            label = int(label)  # as CSV files give whole numbers, where one of them is missing
+            label = int(label)  # CSV files give integers as floats where one is missing
         if wanted is not None and own is not None and isinstance(label, int) and 0 <= label < len(own):
             label = own[label]
         if not isinstance(label, str) or not order:

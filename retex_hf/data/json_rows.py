@@ -1,4 +1,4 @@
-"""JSON of data files, read strictly before foreign native code reads it: value after value, never all at once."""
+"""Strict reading of JSON data files before native code reads them: one value at a time, never all at once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BRACKETS = b"[]{}"
 OTHERS = bytes(set(range(256)) - set(BRACKETS))
 ESCAPE = re.compile(rb"\\[^\n]")
 SPACE = re.compile(r"[ \t\r\n]*")
-# Of integers: beyond, readers make numbers of them that are others.
+# Range of integers: readers change the value of larger ones.
 LEAST, MOST = -(2**63), 2**63 - 1
 LONGEST = len(str(LEAST))
 
 
 class JsonRows:
-    """The rows of a file: values one after the other, or in one list; `columns` counts the keys of all, at any depth.
+    """The rows of a file: consecutive values, or one list of them; `columns` counts the keys of all rows, at any depth.
 
-    What cannot be read is a `ValueError`. Nothing but JSON passes, so what passes is for every reader what it is here.
+    Raises `ValueError` on anything but strict JSON, so every other reader interprets accepted files in the same way.
 
     >>> from retex_hf.data.json_rows import JsonRows
     >>> rows = JsonRows()
@@ -39,8 +39,8 @@ class JsonRows:
         self._waiting: list[bytes] = []
 
     def add(self, block: bytes) -> None:
-        """Read what is finished with this block, which is text in UTF-8."""
-        # Where a text is not JSON, its depth may be another, but then it is refused before a reader comes so far.
+        """Read the values that are complete with this block of UTF-8 text."""
+        # In text that is not JSON the depth may be wrong, but such text is refused before a reader gets that far.
         if self._nesting.add(block) > MOST_LEVELS:
             raise ValueError(f"it is nested too deeply: at most {MOST_LEVELS} levels are read")
         self._waiting.append(block)
@@ -48,12 +48,12 @@ class JsonRows:
             self.end()
 
     def end(self) -> None:
-        """Read what is left."""
+        """Read the remaining values."""
         data, self._waiting = b"".join(self._waiting), []
         text = data.decode("utf-8" if self.count else "utf-8-sig")
         try:
             self._read(text, may_be_halves=rb"\u" in data)
-        except json.JSONDecodeError as error:  # whose place is that in this piece
+        except json.JSONDecodeError as error:  # its position is relative to this piece, so it is left out
             raise ValueError(f"{error.msg} (row {self.count})") from None
 
     def _read(self, text: str, may_be_halves: bool) -> None:
@@ -78,7 +78,7 @@ class JsonRows:
             place = _skip(text, place + listed)
 
     def _note(self, value: Any, keys: dict[str, Any]) -> None:
-        """Note which keys there are; the values of a list share theirs, as in a table."""
+        """Record the keys of a value; the values of a list share theirs, as in a table."""
         for item in value if isinstance(value, list) else ():
             self._note(item, keys)
         for key, item in value.items() if isinstance(value, dict) else ():
@@ -105,7 +105,7 @@ DECODER = json_decoder(parse_int=_integer)
 
 
 class Nesting:
-    """How deeply the brackets of JSON are nested, block by block, in time that grows with the length alone.
+    """The nesting depth of JSON brackets, computed block by block in linear time.
 
     >>> from retex_hf.data.json_rows import Nesting
     >>> nesting = Nesting()
@@ -117,13 +117,13 @@ class Nesting:
         self.depth, self._within, self._left = 0, False, b""
 
     def add(self, block: bytes) -> int:
-        """Return the depth that was reached in this block, or was there before it."""
+        """Return the largest depth in this block, including the depth at its start."""
         block = self._left + block
-        cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2  # half of an escape waits for the rest
+        cut = len(block) - (len(block) - len(block.rstrip(b"\\"))) % 2  # keep an incomplete escape for the next block
         self._left, block = block[cut:], block[:cut]
         deepest = self.depth
         for number, line in enumerate(ESCAPE.sub(b"", block).split(b"\n")):
-            # No text of JSON goes on in the next line, whatever a broken line before it says.
+            # No JSON string continues on the next line, even after a malformed line.
             self._within = self._within and number == 0
             parts = line.split(b'"')
             brackets = b"".join(parts[self._within :: 2]).translate(None, OTHERS)

@@ -1,4 +1,4 @@
-"""From a row of logits to a label, by what the configuration says of the row's head."""
+"""Conversion of a row of logits to a label, as the configuration describes the row's head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def label_scores(row: Tensor, described: Mapping[str, Any]) -> Tensor:
-    """Scores of a head's own classes: probabilities, or the values themselves of a regression.
+    """Return scores of a head's own classes: probabilities, or the values themselves for a regression.
 
     `described` is the head's entry in `RetexConfig.labels`; columns of `row` beyond its classes are padding.
 
@@ -26,7 +26,7 @@ def label_scores(row: Tensor, described: Mapping[str, Any]) -> Tensor:
 
 
 def best_label(row: Tensor, described: Mapping[str, Any]) -> tuple[str, float]:
-    """The label of the highest score, and the score."""
+    """Return the label of the highest score, and the score."""
     scores = label_scores(row, described)
     best = int(scores.argmax())
     return described["id2label"][str(best)], scores[best].item()

@@ -1,4 +1,4 @@
-"""Parquet files of strangers, judged by what they hold: a value may stand in the file once, and in the table often."""
+"""Check untrusted parquet files by what they hold: one stored value may appear in the table many times."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .data_files import check_no_archive
 from .data_limits import MOST_ROWS, MOST_TIMES, check_columns, most_unpacked
 
 MAGIC = b"PAR1"
-# The rows of a batch: fewer where rows may be so long that they take more than so many bytes.
+# Rows of a batch; fewer where rows may be so long that a batch would take more than these bytes.
 BATCH, BATCH_BYTES = 1024, 1_000_000_000
-# Of values that differ in length: where each of them ends.
+# Dtype of the offsets at which values of variable length end.
 OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 
 
 def check_parquet(path: Path, where: str) -> None:
-    """Refuse a parquet file that is none, is an archive too, or whose tables are far larger than it.
+    """Refuse a file that is not parquet, is also an archive, or whose tables are far larger than the file.
 
-    What the file says of its size is not enough: the values are counted, of which texts stay in their dictionaries.
+    The sizes that the file states cannot be trusted, so the values are counted; texts stay in their dictionaries
+    meanwhile.
     """
     most = most_unpacked(path.stat().st_size)
     try:
@@ -30,9 +31,9 @@ def check_parquet(path: Path, where: str) -> None:
             starts = stream.read(len(MAGIC))
         found = pq.read_metadata(path)
         groups = [found.row_group(number) for number in range(found.num_row_groups)]
-    except Exception as error:  # whatever Arrow raises on a broken file
+    except Exception as error:  # Arrow may raise anything on a broken file
         raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
-    if starts != MAGIC:  # readers look at the end alone, and what stands before could be anything
+    if starts != MAGIC:  # readers check only the end of a file; the beginning could be anything
         raise EvaluationError(f"{where} does not begin as a parquet file does.")
     check_no_archive(path, where)
     check_columns(where, found.num_columns)
@@ -44,12 +45,12 @@ def check_parquet(path: Path, where: str) -> None:
 
 
 def _least_bytes(group: pq.RowGroupMetaData) -> int:
-    """A bit for each value that is said to be there."""
+    """Return a lower bound on a group's bytes: one bit for each value that it states."""
     return sum(group.column(number).num_values for number in range(group.num_columns)) // 8
 
 
 def _table_bytes(path: Path, where: str, most: int) -> int:
-    """How many bytes the tables of a file take, or more than `most`."""
+    """Return how many bytes the tables of a file take, or a number above `most`."""
     try:
         total = 0
         with pq.ParquetFile(path) as file:
@@ -60,18 +61,20 @@ def _table_bytes(path: Path, where: str, most: int) -> int:
                 if total > most:
                     break
         return total
-    except Exception as error:  # as above
+    except Exception as error:  # Arrow may raise anything on a broken file
         raise EvaluationError(f"{where} cannot be read ({first_line(error)}).") from None
 
 
 def _texts(file: pq.ParquetFile) -> list[str]:
-    """The columns of texts and bytes, of which a batch is as large as what is in the file. Arrow reads no others so."""
+    """Return the columns of texts and bytes that Arrow can read as dictionaries, so that a batch is no larger than in
+    the file."""
     leaves = [file.schema.column(number) for number in range(file.metadata.num_columns)]
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.path == leaf.name]
 
 
 def _longest(file: pq.ParquetFile) -> int:
-    """How long a value of other columns is at most: of a fixed length, or all that its dictionary could be."""
+    """Return an upper bound on the length of a value in other columns: a fixed length, or the size of its
+    dictionary."""
     texts, longest = _texts(file), 0
     for column in range(file.metadata.num_columns):
         leaf = file.schema.column(column)
@@ -85,7 +88,7 @@ def _longest(file: pq.ParquetFile) -> int:
 
 
 def array_bytes(array: pa.Array) -> int:
-    """How many bytes an array takes whose dictionaries are written out.
+    """Return how many bytes an array takes once its dictionaries are expanded.
 
     >>> import pyarrow as pa
     >>> from retex_hf.data.parquet_files import array_bytes
@@ -108,7 +111,8 @@ def array_bytes(array: pa.Array) -> int:
 
 
 def _lengths(dictionary: pa.Array, indices: np.ndarray) -> np.ndarray:
-    """How long the values are at these places of a dictionary, which may have far more values than there are places."""
+    """Return the lengths of the dictionary values at these indices; the dictionary may be far larger than the
+    indices."""
     if not len(indices) or dictionary.type not in OFFSETS:
         return np.full(len(indices), dictionary.nbytes // max(1, len(dictionary)))
     ends = np.frombuffer(dictionary.buffers()[1], OFFSETS[dictionary.type])[dictionary.offset :]

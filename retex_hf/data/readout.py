@@ -1,4 +1,4 @@
-"""From a model's outputs to answers: what a task's head is, and where it sits, differs between kinds of models.
+"""Read a model's outputs as answers. The kind of a task's head, and its location, differ between kinds of models.
 
 A classifier has its head inside; CLIP's head is a matrix of class embeddings beside the model; a generator answers in
 words and has none.
@@ -20,10 +20,10 @@ Model = Callable[..., Any]
 
 
 class Readout(ABC):
-    """How to ask a model for answers, and how to read them. `tasks` names the head of each row."""
+    """A way to query a model for answers and to read them from its output. `tasks` names the head of each row."""
 
     chooses_head = True
-    """Whether a row's answer means something only together with its task."""
+    """Whether a row's answer is meaningful only together with its task."""
 
     def call(self, model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
         """Run a model on a batch; `options` (such as `task=`) go with the inputs."""
@@ -31,11 +31,11 @@ class Readout(ABC):
 
     @abstractmethod
     def answers(self, output: Any, tasks: Sequence[str]) -> list[Answer]:
-        """The answer of each row of an output of `call`: a class index, or a text."""
+        """Return the answer of each row of an output of `call`: a class index, or a text."""
 
     @abstractmethod
     def logits(self, model: nn.Module, inputs: Mapping[str, Tensor], task: str) -> Tensor:
-        """Scores (rows, choices) under the head of one task, with gradients where the model carries them."""
+        """Return scores (rows, choices) under the head of one task, with gradients where the model carries them."""
 
 
 class Classifier(Readout):
@@ -52,8 +52,8 @@ class ZeroShot(Readout):
     """CLIP image towers: the answer is the class whose text embedding is nearest to the image's.
 
     Args:
-        heads: Class embeddings (classes, d) of each task, as the base's text tower gives them.
-        features: Takes the image embeddings (rows, d) out of a model's output.
+        heads: Class embeddings (classes, d) of each task, as computed by the base's text tower.
+        features: Function that takes the image embeddings (rows, d) out of a model's output.
         scale: CLIP's `exp(logit_scale)`.
     """
 
@@ -79,8 +79,8 @@ class Generator(Readout):
     """Models that answer in words: the answer is the generated text.
 
     Args:
-        tokenizer: Turns token ids into text.
-        options: Go to `generate`.
+        tokenizer: Tokenizer that turns token ids into text.
+        options: Options of `generate`.
     """
 
     chooses_head = False
@@ -99,7 +99,7 @@ class Generator(Readout):
         return [text.strip() for text in self.tokenizer.batch_decode(output, skip_special_tokens=True)]
 
     def logits(self, model: nn.Module, inputs: Mapping[str, Tensor], task: str) -> Tensor:
-        """Scores of the first word, the one that entropy is taken of."""
+        """Return the scores of the first token, from which the entropy is computed."""
         if not model.config.is_encoder_decoder:
             return model(**inputs).logits[:, -1]
         start = model.config.decoder_start_token_id
@@ -109,7 +109,7 @@ class Generator(Readout):
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy (rows,) of the distribution that logits stand for; classes at -inf do not count.
+    """Return the entropy (rows,) of the distribution given by logits; classes at -inf do not count.
 
     >>> import torch
     >>> from retex_hf.data.readout import entropy

@@ -1,4 +1,4 @@
-"""One task's inputs and right answers."""
+"""The inputs and correct answers of one task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .readout import Answer
 
 @dataclass(frozen=True)
 class TaskData:
-    """Inputs of one task and their right answers: class indices, or texts for generators."""
+    """Inputs of one task and their correct answers: class indices, or texts for generators."""
 
     name: str
     inputs: Sequence[Any]

@@ -1,4 +1,4 @@
-"""From many experts to one model, tensor by tensor. `register_merge` adds a method."""
+"""Methods that merge many experts into one model, tensor by tensor. `register_merge` adds a method."""
 
 from . import adamerging, consensus, geometry, methods, sce, sparse  # noqa: F401  (registers the built-in methods)
 from .registry import (

@@ -1,9 +1,9 @@
-"""AdaMerging: one coefficient per tensor and task, learned by making the merged model sure of its answers.
+"""AdaMerging: one coefficient per tensor and task, learned by minimising the entropy of the merged model's predictions.
 
 The merged tensor is `W = W_0 + sum_t c_t tau_t`, and the loss is the entropy of predictions on unlabelled inputs. The
 gradient of a coefficient is `<dL/dW, tau_t>`: an ordinary backward pass on the merged weights gives `dL/dW`, and the
-inner products come after it. So learning holds one model and its gradients besides the task vectors, however many
-tasks there are.
+inner products are taken afterwards. So, apart from the task vectors, learning holds one model and its gradients for any
+number of tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, Any]
 Logits = Callable[[nn.Module, Inputs, str], Tensor]
-"""`logits(model, inputs, task)`: scores (rows, choices) under a task's head; `Readout.logits` is one."""
+"""`logits(model, inputs, task)` returns scores (rows, choices) under a task's head, as `Readout.logits` does."""
 
 
 def learn_coefficients(
@@ -45,23 +45,24 @@ def learn_coefficients(
     progress: bool = True,
     seed: int = 0,
 ) -> Tensor:
-    """Coefficients (tasks, tensors of the body) of least entropy, in the order of `weights.tasks` and `weights.base`.
+    """Return coefficients (tasks, tensors of the body) of least entropy, in the order of `weights.tasks` and
+    `weights.base`.
 
     They stay in [0, 1] by projection after every step. (Clamping inside the loss has the same minimum, but a
-    coefficient that has left the interval gets no gradient back.) Buffers (the statistics of batch normalisation) carry
-    no gradient; they are averaged.
+    coefficient outside the interval would get no gradient.) Buffers (the statistics of batch normalisation) carry no
+    gradient; they are averaged.
 
     Args:
         weights: Base, task vectors and heads.
-        logits: How predictions are read.
+        logits: Function that computes predictions.
         batches: Unlabelled inputs of each task, as keyword arguments of forward.
-        steps: Of Adam.
-        learning_rate: Of Adam.
-        rows_per_task: Inputs of each task in a step, drawn at random from as few batches as hold so many.
-        start: First value of all coefficients.
-        trimmed_density: Trim each whole task vector to its largest entries first, to this share of them (AdaMerging++).
+        steps: Number of Adam steps.
+        learning_rate: Learning rate of Adam.
+        rows_per_task: Inputs of each task per step, drawn at random from as few batches as hold that many.
+        start: Initial value of all coefficients.
+        trimmed_density: Share of largest entries to which each whole task vector is trimmed first (AdaMerging++).
         progress: Show a progress bar.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     vectors = weights.vectors if trimmed_density is None else trimmed(weights.vectors, trimmed_density)
     learned = {name for name, _ in weights.model.named_parameters(remove_duplicate=False)}
@@ -69,7 +70,7 @@ def learn_coefficients(
     for column, name in enumerate(weights.base):
         if name not in learned:
             coefficients[:, column] = 1 / len(weights.tasks)
-    # The models of all tasks are made once, around these tensors, which every step overwrites.
+    # The models of all tasks are created once, around these tensors, which every step overwrites.
     body = {name: torch.empty(base.shape, requires_grad=name in learned) for name, base in weights.base.items()}
     modules = {task: weights.module(body, task) for task in weights.tasks}
     draws = {task: _draws(batches[task], rows_per_task, random.Random(f"{seed} {task}")) for task in weights.tasks}
@@ -94,7 +95,7 @@ def learn_coefficients(
 def write_body(
     body: Mapping[str, Tensor], base: Mapping[str, Tensor], vectors: Mapping[str, Tensor], coefficients: Tensor
 ) -> None:
-    """`W_0 + sum_t c_t tau_t` of every tensor, into `body`, whose gradients are cleared."""
+    """Write `W_0 + sum_t c_t tau_t` of every tensor into `body`, and clear its gradients."""
     for column, name in enumerate(base):
         flat, stack = body[name].detach().view(-1), _flat(vectors[name])
         torch.addmv(base[name].reshape(-1), stack.T, coefficients[:, column], out=flat)
@@ -103,7 +104,8 @@ def write_body(
 
 @torch.no_grad()
 def coefficient_gradient(body: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> Tensor:
-    """`<dL/dW, tau_t>` (tasks, tensors) from the gradients on the merged tensors; zero where the loss sees none."""
+    """Return `<dL/dW, tau_t>` (tasks, tensors) from the gradients of the merged tensors; zero for tensors without
+    gradient."""
     columns = []
     for name, tensor in body.items():
         stack = _flat(vectors[name])
@@ -112,7 +114,7 @@ def coefficient_gradient(body: Mapping[str, Tensor], vectors: Mapping[str, Tenso
 
 
 def trimmed(vectors: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
-    """Stacked task vectors (tasks, ...) with the largest entries of each whole vector, and zeros."""
+    """Return stacked task vectors (tasks, ...) with all but the largest entries of each whole vector set to zero."""
     tasks = len(next(iter(vectors.values())))
 
     def read(wanted):
@@ -128,7 +130,8 @@ def trimmed(vectors: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
 
 
 def _backward(module: nn.Module, logits: Logits, parts: Sequence[Inputs], task: str) -> float:
-    """Adds the gradient of the mean entropy over the rows of some batches, one after the other; returns that mean."""
+    """Accumulate the gradient of the mean entropy over the rows of some batches, one batch at a time; return that
+    mean."""
     rows = sum(_rows(part) for part in parts)
     mean = 0.0
     for part in parts:
@@ -140,7 +143,7 @@ def _backward(module: nn.Module, logits: Logits, parts: Sequence[Inputs], task: 
 
 
 def _draws(batches: Sequence[Inputs], count: int, generator: random.Random) -> Iterator[list[Inputs]]:
-    """Without end: `count` rows, or all there are, from batches in random order."""
+    """Yield endlessly `count` rows, or all if there are fewer, from batches in random order."""
     while True:
         parts, missing = [], count
         for number in generator.sample(range(len(batches)), len(batches)):
@@ -176,7 +179,7 @@ def learn_from_entropy(
     rows_per_task: int = 32,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The coefficients of `learn_coefficients` as `{task: {tensor: number}}`."""
+    """Return the coefficients of `learn_coefficients` as `{task: {tensor: number}}`."""
     for name, value, least in (("steps", steps, 0), ("rows_per_task", rows_per_task, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"RetexConfig.merge: {name} must be an integer from {least}, not {value!r}.")
@@ -212,10 +215,10 @@ def adamerging(
     trim: bool = False,
     density: float = 0.2,
 ) -> Merger:
-    """The base plus task vectors, each times a coefficient in [0, 1] of its own for every tensor.
+    """Add to the base each task vector times a coefficient in [0, 1] per tensor.
 
     `coefficients` is `{task: {tensor: number}}`, learned from unlabelled `calibration` batches unless given.
-    `trim=True` (AdaMerging++) first cuts each whole task vector down to its largest entries, a share `density` of them.
+    `trim=True` (AdaMerging++) first trims each whole task vector to its largest entries, a share `density` of them.
     """
     _check_trim(trim, density)
     _check_coefficients(coefficients, tensors)

@@ -1,4 +1,4 @@
-"""Data that a merge learns from: batches of every task, and the experts in memory to try them on."""
+"""Calibration data for learned merges: batches of every task, and the experts in memory to evaluate them on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .expert_weights import ExpertWeights
 
 @dataclass(frozen=True)
 class Batch:
-    """Keyword arguments of a model's forward, and the right answers where they are known."""
+    """Keyword arguments of a model's forward, and the correct answers where they are known."""
 
     inputs: dict[str, Any]
     answers: list[Answer] | None
@@ -32,13 +32,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Batches of each task, and how models answer them."""
+    """Batches of each task, and the readout that turns outputs into answers."""
 
     readout: Readout
     batches: dict[str, list[Batch]]
 
     def fingerprint(self) -> str:
-        """Changes with the data and with how answers are read."""
+        """Return a digest of the data and of how answers are read."""
         digest = hashlib.sha256()
         _feed(digest, {task: [vars(batch) for batch in batches] for task, batches in self.batches.items()})
         _feed(digest, {"readout": type(self.readout).__qualname__, **vars(self.readout)})
@@ -47,12 +47,12 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a learned merge may look at.
+    """The experts and data that a learned merge may use.
 
     Args:
         weights: Base, task vectors and heads, in memory.
-        readout: How models answer.
-        batches: Of each task.
+        readout: How answers are read from outputs.
+        batches: Batches of each task.
         progress: Show progress bars.
     """
 
@@ -62,12 +62,12 @@ class Calibration:
     progress: bool = True
 
     def inputs(self) -> dict[str, list[dict[str, Any]]]:
-        """The inputs of each task's batches, without answers."""
+        """Return the inputs of each task's batches, without answers."""
         return {task: [batch.inputs for batch in batches] for task, batches in self.batches.items()}
 
     @torch.no_grad()
     def accuracy(self, body: Mapping[str, Tensor], task: str) -> float:
-        """Share of a task's rows that a body answers rightly under the task's own head."""
+        """Return the share of a task's rows that a body answers correctly under the task's own head."""
         module = self.weights.module(body, task)
         right, rows = 0, 0
         for batch in self.batches[task]:
@@ -81,7 +81,7 @@ class Calibration:
 def read_calibration(
     calibration: Mapping[str, Iterable[Any]], readout: Readout, model: nn.Module, tasks: list[str]
 ) -> CalibrationData:
-    """The batches of every task, checked; all of them are read. `model` is one of the experts' class."""
+    """Read all batches of every task and check them. `model` is of the experts' class."""
     if not isinstance(calibration, Mapping):
         raise InputError(f"calibration must be a dict of task name to batches, not a {type(calibration).__name__}.")
     unknown = [task for task in calibration if task not in tasks]
@@ -98,7 +98,7 @@ def read_calibration(
 
 
 def _read(task: str, batch: dict[str, Any]) -> Batch:
-    # Learned merges hold all experts, in host memory, and run them there.
+    # Learned merges hold all experts in host memory and run them there.
     inputs = moved({name: value for name, value in batch.items() if name not in LABEL_NAMES}, CPU)
     labels = next((batch[name] for name in LABEL_NAMES if name in batch), None)
     sizes = {name: len(value) for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
@@ -135,5 +135,5 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, (str, int, float, bool, type(None))):
         digest.update(repr(value).encode())
     else:
-        # A function or a tokenizer: what it does cannot be hashed, what it is called can.
+        # The behaviour of a function or a tokenizer cannot be hashed, so hash its name.
         digest.update(getattr(value, "__qualname__", type(value).__qualname__).encode())

@@ -1,4 +1,4 @@
-"""Consensus task arithmetic: add up the task vectors, and keep what matters to at least two tasks."""
+"""Consensus task arithmetic: sum the task vectors, and keep the entries that matter to at least two tasks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ AGREEING_TASKS = 2
 
 
 def tall_mask(vector: Tensor, total: Tensor, threshold: float) -> Tensor:
-    """Where a task vector weighs more than `threshold` times the sum of the others: `|tau_t| > l |tau_MT - tau_t|`."""
+    """Return where a task vector exceeds `threshold` times the sum of the others: `|tau_t| > l |tau_MT - tau_t|`."""
     return vector.abs() > threshold * (total - vector).abs()
 
 
 def consensus_vector(vectors: Sequence[Tensor] | Tensor, thresholds: Sequence[float]) -> Tensor:
-    """The sum of task vectors where at least two of them claim the entry, and zero elsewhere."""
+    """Return the sum of task vectors where at least two of them claim the entry, and zero elsewhere."""
     total = sum(vectors)
     claims = torch.zeros(total.shape, dtype=torch.int16, device=total.device)
     for vector, threshold in zip(vectors, thresholds, strict=True):
@@ -38,10 +38,10 @@ def consensus_vector(vectors: Sequence[Tensor] | Tensor, thresholds: Sequence[fl
 def choose_by_accuracy(
     calibration: Calibration, *, thresholds: float | dict[str, float] | str = AUTO, scale: float | str = AUTO
 ) -> dict[str, Any]:
-    """Thresholds and scale by validation accuracy; where several do equally well, the smallest.
+    """Choose thresholds and scale by validation accuracy; the smallest among equals.
 
-    A task's threshold is the one with which its own mask on the summed vector (`theta_0 + m_t tau_MT`) serves it best;
-    the scale is the one with the best mean over tasks of accuracy over the expert's accuracy.
+    A task's threshold maximises its accuracy with its own mask on the summed vector (`theta_0 + m_t tau_MT`). The scale
+    maximises the mean over tasks of the accuracy relative to the expert's.
     """
     weights, tasks = calibration.weights, calibration.weights.tasks
     rounds = len(tasks) * ((len(THRESHOLDS) if thresholds == AUTO else 0) + (len(SCALES) + 1 if scale == AUTO else 0))
@@ -84,7 +84,7 @@ def choose_by_accuracy(
 def consensus(
     tensors: TaskTensors, *, thresholds: float | dict[str, float] | str = AUTO, scale: float | str = AUTO
 ) -> Merger:
-    """The base plus `scale` times the sum of the task vectors, where at least two tasks claim an entry.
+    """Add to the base `scale` times the sum of the task vectors, where at least two tasks claim an entry.
 
     A task claims the entries in which `|tau_t| > threshold * |sum of the other task vectors|`; `thresholds` is one
     number, or one per task. Both options are chosen by accuracy on labelled `calibration` batches unless given.

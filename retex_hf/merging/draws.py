@@ -1,4 +1,4 @@
-"""Random numbers of one tensor of one task, the same whatever else is drawn, in whatever order or number of pieces."""
+"""Random numbers per tensor and task, independent of other draws, their order and the number of pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class Draws:
-    """A stream of uniform numbers in [0, 1) that belongs to a seed, a task and a tensor.
+    """A stream of uniform numbers in [0, 1) for a seed, a task and a tensor.
 
-    Philox is a function of a key and a counter, and its raw output is fixed for all versions and machines. The key is a
-    digest of the three, so that a resumed build, one that works on tensors in another order, or one whose experts are
-    listed in another order draws the same.
+    Philox is a function of a key and a counter, and its raw output is the same in all versions and on all machines. The
+    key is a digest of the three, so that a resumed build, or one with tensors or experts in another order, draws the
+    same numbers.
     """
 
     def __init__(self, seed: int, task: str, name: str) -> None:

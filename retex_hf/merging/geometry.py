@@ -1,7 +1,7 @@
 """Merges by angles between tensors: Model Stock and the Karcher mean.
 
-All they need of the tensors is their inner products, so that one pass takes a Gram matrix and another one combines the
-tensors with the coefficients found. Both are in float64, a piece at a time.
+They depend on the tensors only through their inner products, so one pass computes a Gram matrix and another combines
+the tensors with the resulting coefficients. Both passes run in float64, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from .options import Weights, check_integer, check_number, shares
 from .registry import Merger, TaskTensors, register_merge
 from .threshold import CHUNK
 
-# Cosines of float64 vectors are known to about this, angles near a half turn to its square root.
+# Accuracy of cosines of float64 vectors; angles near pi are accurate to its square root.
 COSINE_ERROR = 1e-12
 SHORTEST_MEAN = 1e-6
 
 
 @register_merge("model_stock")
 def model_stock(base: Tensor, experts: list[Tensor]) -> Tensor:
-    """Model Stock (arXiv 2403.19522): from the base towards the mean of the experts, as far as task vectors agree.
+    """Interpolate between the base and the mean of the experts by the agreement of task vectors (Model Stock, arXiv
+    2403.19522).
 
     Per tensor, `t = N cos / (1 + (N - 1) cos)` with the mean cosine between task vectors of different experts, and the
     result is `t W_mean + (1 - t) W_0`. A task vector of zeros counts as orthogonal to all others, and a mean cosine
-    below zero as zero. One expert is returned as it is.
+    below zero as zero. One expert is returned unchanged.
     """
     count = len(experts)
     ratio = interpolation_ratio(gram_matrix(experts, base)) if count > 1 else 1.0
@@ -33,7 +34,7 @@ def model_stock(base: Tensor, experts: list[Tensor]) -> Tensor:
 
 
 def interpolation_ratio(gram: Tensor) -> float:
-    """`N cos / (1 + (N - 1) cos)` with the mean cosine of the vectors that a Gram matrix is of."""
+    """Return `N cos / (1 + (N - 1) cos)` with the mean cosine of the vectors whose Gram matrix is given."""
     count, lengths = len(gram), gram.diagonal().sqrt()
     scales = torch.where(lengths > 0, 1 / lengths, 0.0)
     cosines = (scales[:, None] * gram * scales).clamp(-1, 1)
@@ -46,12 +47,12 @@ def interpolation_ratio(gram: Tensor) -> float:
 def karcher(
     tensors: TaskTensors, *, weights: Weights = None, max_iterations: int = 100, tolerance: float = 1e-6
 ) -> Merger:
-    """The Riemannian (Karcher) mean of the experts' directions on the sphere, times the mean of their norms.
+    """Return the Riemannian (Karcher) mean of the experts' directions on the sphere, times the mean of their norms.
 
-    Per tensor, flattened: the point of the sphere to which the weighted sum of geodesics vanishes, found by following
-    that sum until it is shorter than `tolerance` (in radians). Norms are averaged by the same weights. A tensor of
-    zeros has no direction: it counts in the norm only. A tensor of one entry is averaged. Experts whose directions
-    cancel, or one that is opposite to the mean, have no unique mean and are refused.
+    Per tensor, flattened: the point of the sphere at which the weighted sum of logarithms (tangent vectors towards the
+    experts) vanishes, found by following that sum until it is shorter than `tolerance` (in radians). Norms are averaged
+    by the same weights. A tensor of zeros has no direction: it counts in the norm only. A tensor of one entry is
+    averaged. Experts whose directions cancel, or one that is opposite to the mean, have no unique mean and are refused.
     """
     factors = torch.tensor(shares(weights, tensors.tasks), dtype=torch.float64)
     factors /= factors.sum()
@@ -80,10 +81,10 @@ def karcher(
 
 
 def sphere_mean(cosines: Tensor, weights: Tensor, max_iterations: int, tolerance: float) -> Tensor | str:
-    """Coefficients of unit vectors, given by their cosines, whose combination is their Karcher mean.
+    """Return the coefficients of the Karcher mean of unit vectors that are given by their cosines.
 
-    A point `m = sum_t c_t u_t` of the sphere goes along the mean of the logarithms
-    `log_m(u_t) = angle_t / sin(angle_t) * (u_t - cos(angle_t) m)`. Returns a sentence's end where there is no mean.
+    A point `m = sum_t c_t u_t` of the sphere moves along the mean of the logarithms `log_m(u_t) = angle_t /
+    sin(angle_t) * (u_t - cos(angle_t) m)`. Where there is no mean, return the reason, as the end of a sentence.
     """
     weights = weights / weights.sum()
     mean = weights.clone()
@@ -108,7 +109,7 @@ def sphere_mean(cosines: Tensor, weights: Tensor, max_iterations: int, tolerance
 
 
 def gram_matrix(tensors: list[Tensor], origin: Tensor | None = None) -> Tensor:
-    """Inner products of tensors, or of their differences from an origin."""
+    """Return the inner products of tensors, or of their differences from an origin."""
     gram = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
     flat = [tensor.reshape(-1) for tensor in tensors]
     start_point = None if origin is None else origin.reshape(-1)
@@ -122,7 +123,7 @@ def gram_matrix(tensors: list[Tensor], origin: Tensor | None = None) -> Tensor:
 
 
 def combined(tensors: list[Tensor], coefficients: Tensor) -> Tensor:
-    """`sum_i c_i W_i`, computed in float64 and returned in float32."""
+    """Return `sum_i c_i W_i`, computed in float64 and returned in float32."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     result = torch.empty(flat[0].numel())
     for start in range(0, len(result), CHUNK):

@@ -1,4 +1,4 @@
-"""The merge methods that need nothing but weights: average, task arithmetic, TIES. Float32, or better."""
+"""Merge methods that need only weights: average, task arithmetic, TIES. They compute in float32 or better."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .threshold import chunk_size, magnitude_thresholds, trimming_bounds, vector
 
 @register_merge("average", prepare=True)
 def average(tensors: TaskTensors, *, weights: Weights = None) -> Merger:
-    """The mean of the experts; with `weights`, their weighted mean (only the ratios of weights count)."""
+    """Average the experts; with `weights`, take their weighted mean (only the ratios of weights count)."""
     factors = shares(weights, tensors.tasks)
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
-        # In float64, so that the mean of equal tensors (a frozen tower) is that tensor to the bit: no recovery needed.
+        # In float64, the mean of equal tensors (a frozen tower) is that tensor bit for bit and needs no recovery.
         total = sum(factor * expert.double() for factor, expert in zip(factors, experts, strict=True))
         return (total / sum(factors)).float()
 
@@ -26,9 +26,9 @@ def average(tensors: TaskTensors, *, weights: Weights = None) -> Merger:
 
 @register_merge("task_arithmetic", prepare=True)
 def task_arithmetic(tensors: TaskTensors, *, scale: float | None = None, weights: Weights = None) -> Merger:
-    """The base plus `scale` times the sum of the task vectors `W_t - W_0`, each times its weight.
+    """Add to the base `scale` times the sum of the task vectors `W_t - W_0`, each times its weight.
 
-    `scale` is 0.3, or 1 where `weights` are given.
+    `scale` defaults to 0.3, or to 1 where `weights` are given.
     """
     factors, scale = summands(weights, scale, tensors.tasks)
 
@@ -48,7 +48,8 @@ def ties(
     trim: str = "vector",
     weights: Weights = None,
 ) -> Merger:
-    """TIES: trim each task vector to its largest entries, elect a sign, average the entries that agree with it.
+    """Trim each task vector to its largest entries, elect a sign per entry, average the entries that agree with it
+    (TIES).
 
     `trim="vector"` keeps the top `density` of a whole task vector (the TIES paper), `"tensor"` of each tensor. With
     `weights`, entries vote and are averaged by the weight of their task.
@@ -73,7 +74,7 @@ def ties(
 def _merge_trimmed(
     base: Tensor, experts: list[Tensor], limits: list[float], weights: list[float], scale: float
 ) -> Tensor:
-    """`base + scale * mean` of the entries that reach their task's limit and agree with the elected sign.
+    """Return `base + scale * mean` of the entries that reach their task's limit and agree with the elected sign.
 
     A chunk of all task vectors fits the processor's cache; every step is a float32 operation on it, in place.
     """
@@ -91,7 +92,7 @@ def _merge_trimmed(
 
 
 def weighted_sum(vectors: list[Tensor], weights: list[float]) -> Tensor:
-    """Add up vectors, each times its weight."""
+    """Sum vectors, each times its weight."""
     total = torch.zeros_like(vectors[0])
     for vector, weight in zip(vectors, weights, strict=True):
         total.add_(vector, alpha=weight)
@@ -99,7 +100,7 @@ def weighted_sum(vectors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def disjoint_mean(vectors: list[Tensor], weights: list[float]) -> Tensor:
-    """Average, by weight, the entries of the sign that outweighs the other. Uses the vectors up."""
+    """Average, by weight, the entries that agree with the elected sign. Overwrites the vectors."""
     elected = weighted_sum(vectors, weights).sign_()
     total, count = torch.zeros_like(elected), torch.zeros_like(elected)
     for vector, weight in zip(vectors, weights, strict=True):

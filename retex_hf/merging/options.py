@@ -1,4 +1,4 @@
-"""Checks of merge options that several methods take."""
+"""Checks of merge options that several methods share."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 from ..errors import ConfigError, brief
 
 Weights = Mapping[str, float] | Sequence[float] | None
-"""A weight per expert: by task, or in the order of the tasks. None weighs all alike."""
+"""A weight per expert: by task, or in the order of the tasks. None gives all the same weight."""
 
-SCALE = 0.3  # of an unweighted sum of task vectors: the value that task arithmetic settles on for eight tasks
-# A seed is hashed, so its range is a matter of what JSON readers keep exact.
+SCALE = 0.3  # of an unweighted sum of task vectors: the best value of task arithmetic for eight tasks
+# A seed is hashed, so its range is limited only by the integers that JSON readers keep exact.
 LARGEST_SEED = 2**53
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse what is not a finite number."""
+    """Refuse a value that is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ConfigError(f"RetexConfig.merge: {name} must be a number, not {brief(value)}.")
 
 
 def check_density(value: Any) -> None:
-    """Refuse what is not a share of entries to keep."""
+    """Refuse a value that is not a share of entries to keep."""
     check_number("density", value)
     if not 0 < value <= 1:
         raise ConfigError(f"RetexConfig.merge: density must be in (0, 1], not {value!r}.")
 
 
 def check_integer(name: str, value: Any, least: int, most: int) -> None:
-    """Refuse what is not an integer of a range."""
+    """Refuse a value that is not an integer within a range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"RetexConfig.merge: {name} must be an integer from {least} to {most}, not {brief(value)}.")
 
 
 def per_task(option: str, values: Any, tasks: Sequence[str]) -> list[float]:
-    """Return one number per task, in their order, from a mapping by task or from a list in that order.
+    """Return one number per task, in task order, from a mapping by task or from a list in that order.
 
     >>> from retex_hf.merging.options import per_task
     >>> per_task("weights", {"b": 1, "a": 0.5}, ["a", "b"]), per_task("weights", [0.5, 1], ["a", "b"])
@@ -56,9 +56,9 @@ def per_task(option: str, values: Any, tasks: Sequence[str]) -> list[float]:
 
 
 def summands(weights: Weights, scale: float | None, tasks: Sequence[str]) -> tuple[list[float], float]:
-    """Return weights of task vectors that are added up, and what their sum is multiplied by.
+    """Return the weights of task vectors in a sum, and the factor of the sum.
 
-    Weights say how much of each vector is wanted, so that with them the scale is 1 unless it is given.
+    Weights already state how much of each vector is wanted, so with weights the factor defaults to 1.
     """
     if scale is None:
         scale = SCALE if weights is None else 1.0
@@ -67,7 +67,7 @@ def summands(weights: Weights, scale: float | None, tasks: Sequence[str]) -> tup
 
 
 def shares(weights: Weights, tasks: Sequence[str]) -> list[float]:
-    """Return weights of a mean: none is negative, not all are zero. Whoever takes the mean divides by their sum."""
+    """Return the weights of a mean: none is negative, not all are zero. The caller divides by their sum."""
     if weights is None:
         return [1.0] * len(tasks)
     found = per_task("weights", weights, tasks)

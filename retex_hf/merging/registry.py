@@ -1,4 +1,4 @@
-"""Merge methods by name. A method turns the tensors of all experts into one tensor.
+"""Registry of merge methods by name. A method turns the tensors of all experts into one tensor.
 
 A simple method is a function of one parameter's tensors::
 
@@ -6,11 +6,11 @@ A simple method is a function of one parameter's tensors::
     def midpoint(base, experts, *, pull=0.5):
         return base + pull * (torch.stack(experts).mean(0) - base)
 
-A method that must see all tensors first is registered with `prepare=True`: it gets the tensors as a `TaskTensors`, may
-read them as often as it likes, and returns such a function of `(name, base, experts)`.
+A method that must see all tensors first is registered with `prepare=True`: it receives the tensors as a `TaskTensors`,
+may read them any number of times, and returns such a function of `(name, base, experts)`.
 
-A method that learns from data leaves what it learns as options whose default is `"auto"`, and names the function that
-finds them. That one gets a `retex_hf.merging.calibration.Calibration` (experts in memory, batches, how to read
+A method that learns from data declares what it learns as options whose default is `"auto"`, and names the function that
+finds them. That function receives a `retex_hf.merging.calibration.Calibration` (experts in memory, batches, how to read
 answers) and those options that it names, and returns values that JSON can hold::
 
     def best_pull(calibration, *, candidates=(0.3, 0.6, 1.0)):
@@ -30,8 +30,8 @@ answers) and those options that it names, and returns values that JSON can hold:
 
     RetexModel.from_experts(base, experts, RetexConfig(merge="chosen midpoint"), calibration={"task": batches, ...})
 
-What was found takes the place of `"auto"` in the configuration, beside the options it was found with. So merging itself
-is a function of tensors and plain numbers, and the saved configuration says what was merged.
+The values found replace `"auto"` in the configuration, beside the options they were found with. So merging itself is a
+function of tensors and plain numbers, and the saved configuration describes it completely.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ AUTO = "auto"
 
 
 class TaskTensors(Protocol):
-    """What a method with `prepare=True` may read: every tensor that will be merged, one at a time."""
+    """The tensors that a method with `prepare=True` may read: every tensor that will be merged, one at a time."""
 
     tasks: list[str]
     names: list[str]
@@ -73,7 +73,7 @@ class _Method:
     calibrate: Callable[..., dict[str, Any]] | None
 
     def own(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options that merging itself takes; others say how some of these were found."""
+        """Return the options that merging itself takes; the others only control how these are found."""
         own = _keyword_options(self.function)
         return {name: value for name, value in options.items() if name in own}
 
@@ -84,11 +84,11 @@ _METHODS: dict[str, _Method] = {}
 def register_merge(
     name: str, *, prepare: bool = False, calibrate: Callable[..., dict[str, Any]] | None = None
 ) -> Callable[[Callable], Callable]:
-    """Decorator that adds a merge method under a name for `RetexConfig(merge=name)`.
+    """Return a decorator that adds a merge method under a name for `RetexConfig(merge=name)`.
 
     Args:
-        name: Of the method.
-        prepare: The function gets a `TaskTensors` and returns the merger.
+        name: Name of the method.
+        prepare: The function receives a `TaskTensors` and returns the merger.
         calibrate: `calibrate(calibration, **options)` finds the options that are `"auto"` from data.
     """
 
@@ -100,12 +100,12 @@ def register_merge(
 
 
 def merge_methods() -> list[str]:
-    """Names of the registered methods."""
+    """Return the names of the registered methods."""
     return sorted(_METHODS)
 
 
 def options_to_learn(name: str, options: dict[str, Any]) -> list[str]:
-    """Options of a method that are to be found from data: those that are `"auto"`."""
+    """Return the options of a method to be found from data: those that are `"auto"`."""
     method = _find(name, options)
     if method.calibrate is None:
         return []
@@ -114,27 +114,27 @@ def options_to_learn(name: str, options: dict[str, Any]) -> list[str]:
 
 
 def learns(name: str) -> bool:
-    """Whether a method can find options from data."""
+    """Return whether a method can find options from data."""
     return _find(name, {}).calibrate is not None
 
 
 def learn_options(name: str, options: dict[str, Any], calibration: Calibration) -> dict[str, Any]:
-    """All options of a method, with those that were `"auto"` found from data."""
+    """Return all options of a method, with those that were `"auto"` found from data."""
     method = _find(name, options)
     wanted = options_to_learn(name, options)
     taken = _keyword_options(method.calibrate)
-    # An option of both has one default, the merge's.
+    # An option that both functions take has the merge's default.
     values = {**taken, **_keyword_options(method.function), **options}
     found = method.calibrate(calibration, **{option: values[option] for option in taken})
     missing = [option for option in wanted if found.get(option, AUTO) == AUTO]
     if missing:
         raise ConfigError(f"Merge method {name!r} must find {missing[0]!r} from its calibration data, but did not.")
-    # As it will be read back from a file.
+    # Convert to JSON and back, so that the values equal those read from a saved file.
     return json.loads(json.dumps({**values, **{option: found[option] for option in wanted}}))
 
 
 def get_merger(name: str, options: dict[str, Any], tensors: TaskTensors) -> Merger:
-    """Look up a method, check its options, run its preparation; returns `merger(name, base, experts) -> tensor`."""
+    """Look up a method, check its options and prepare it; return `merger(name, base, experts) -> tensor`."""
     method = _find(name, options)
     if open_options := options_to_learn(name, options):
         raise ConfigError(_needs_data(name, open_options))
@@ -191,7 +191,7 @@ def _find(name: str, options: dict[str, Any]) -> _Method:
 
 
 def _keyword_options(function: Callable) -> dict[str, Any]:
-    """Keyword-only parameters and their defaults."""
+    """Return a function's keyword-only parameters and their defaults."""
     return {
         parameter.name: parameter.default
         for parameter in inspect.signature(function).parameters.values()

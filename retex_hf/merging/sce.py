@@ -12,11 +12,11 @@ from .threshold import CHUNK, magnitude_thresholds
 
 @register_merge("sce", prepare=True)
 def sce(tensors: TaskTensors, *, density: float = 0.1) -> Merger:
-    """Per tensor: select the entries that differ most between experts, weigh experts by what is left of them.
+    """Select the entries that differ most between experts, and weigh experts by their selected entries; per tensor.
 
-    Select: the share `density` of entries in which task vectors have the largest variance over the experts (entries
-    that tie are all selected). Calculate: an expert's weight is its share of the squares of all selected entries.
-    Erase: entries against the sign of the selected entries' sum are dropped. The rest is added up by those weights.
+    Select: the share `density` of entries in which task vectors have the largest variance over the experts (all entries
+    that tie are selected). Calculate: an expert's weight is its share of the squares of all selected entries. Erase:
+    drop the entries against the sign of the selected entries' sum. Sum the rest by those weights.
     """
     check_density(density)
     return lambda _, base, experts: _merge(base.float(), experts, density)
@@ -38,7 +38,8 @@ def _merge(base: Tensor, experts: list[Tensor], density: float) -> Tensor:
 
 
 def _variance(vectors: Tensor) -> Tensor:
-    """Variance over the experts, of differences from one of them: exactly zero where experts are equal."""
+    """Return the variance over the experts, computed from differences to one of them: exactly zero where experts are
+    equal."""
     differences = vectors - vectors[0]
     return (differences - differences.mean(0)).square_().mean(0)
 

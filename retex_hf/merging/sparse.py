@@ -1,7 +1,7 @@
-"""Merges of task vectors that were made sparse first: DARE, DELLA and Model Breadcrumbs.
+"""Merges of sparsified task vectors: DARE, DELLA and Model Breadcrumbs.
 
-Each comes in two forms: the sparse vectors are added up as in task arithmetic, or a sign is elected per entry and those
-that agree with it are averaged, as in TIES. DARE and DELLA drop entries at random and divide the rest by the
+Each comes in two forms: the sparse vectors are summed as in task arithmetic, or a sign is elected per entry and the
+entries that agree with it are averaged, as in TIES. DARE and DELLA drop entries at random and divide the rest by the
 probability of being kept, so that the expectation of a sparse vector is the task vector.
 """
 
@@ -20,7 +20,7 @@ from .options import LARGEST_SEED, Weights, check_density, check_integer, check_
 from .registry import Merger, TaskTensors, register_merge
 from .threshold import CHUNK, magnitude_thresholds
 
-# `sparsify(name, base, experts)`: the task vectors of one tensor with zeros in them; they may be used up.
+# `sparsify(name, base, experts)` returns the sparse task vectors of one tensor, which the caller may overwrite.
 Sparsify = Callable[[str, Tensor, list[Tensor]], list[Tensor]]
 
 
@@ -33,7 +33,8 @@ def dare_linear(
     weights: Weights = None,
     seed: int = 0,
 ) -> Merger:
-    """DARE (arXiv 2311.03099), then task arithmetic: keep each entry with probability `density`, divided by it."""
+    """Keep each entry with probability `density`, divided by it, then apply task arithmetic (DARE, arXiv
+    2311.03099)."""
     return _added(tensors, _dare(tensors, density, seed), scale, weights)
 
 
@@ -41,7 +42,8 @@ def dare_linear(
 def dare_ties(
     tensors: TaskTensors, *, density: float = 0.5, scale: float = 1.0, weights: Weights = None, seed: int = 0
 ) -> Merger:
-    """DARE instead of the trim of TIES: drop at random, elect a sign, average the entries that agree with it."""
+    """Apply TIES with DARE in place of its trim: drop at random, elect a sign, average the entries that agree with
+    it."""
     return _elected(tensors, _dare(tensors, density, seed), scale, weights)
 
 
@@ -55,7 +57,7 @@ def della(
     weights: Weights = None,
     seed: int = 0,
 ) -> Merger:
-    """DELLA (arXiv 2406.11617): drop small entries more often than large ones, elect a sign, average what agrees.
+    """Drop small entries more often than large ones, elect a sign, average what agrees (DELLA, arXiv 2406.11617).
 
     Within a row of a matrix (an output of the layer) the probability of being kept rises with the rank of an entry's
     magnitude, in equal steps from `density - epsilon / 2` to `density + epsilon / 2`.
@@ -73,7 +75,7 @@ def della_linear(
     weights: Weights = None,
     seed: int = 0,
 ) -> Merger:
-    """The drop of `della`, then task arithmetic."""
+    """Drop entries as `della` does, then apply task arithmetic."""
     return _added(tensors, _della(tensors, density, epsilon, seed), scale, weights)
 
 
@@ -86,7 +88,7 @@ def breadcrumbs(
     scale: float | None = None,
     weights: Weights = None,
 ) -> Merger:
-    """Model Breadcrumbs (arXiv 2312.06795), then task arithmetic.
+    """Mask the largest and the small entries, then apply task arithmetic (Model Breadcrumbs, arXiv 2312.06795).
 
     In each tensor of each task vector the share `gamma` of largest magnitude is masked, the next `density` is kept, and
     the small rest is masked. Entries that tie are treated alike.
@@ -103,12 +105,12 @@ def breadcrumbs_ties(
     scale: float = 1.0,
     weights: Weights = None,
 ) -> Merger:
-    """The masks of `breadcrumbs` instead of the trim of TIES."""
+    """Apply TIES with the masks of `breadcrumbs` in place of its trim."""
     return _elected(tensors, _breadcrumbs(density, gamma), scale, weights)
 
 
 def _added(tensors: TaskTensors, sparsify: Sparsify, scale: float | None, weights: Weights) -> Merger:
-    """`W_0 + scale * sum_t w_t v_t`."""
+    """Return the merger `W_0 + scale * sum_t w_t v_t`."""
     factors, scale = summands(weights, scale, tensors.tasks)
 
     def merge(name: str, base: Tensor, experts: list[Tensor]) -> Tensor:
@@ -118,7 +120,7 @@ def _added(tensors: TaskTensors, sparsify: Sparsify, scale: float | None, weight
 
 
 def _elected(tensors: TaskTensors, sparsify: Sparsify, scale: float, weights: Weights) -> Merger:
-    """`W_0 + scale * mean` of the entries that agree with the elected sign."""
+    """Return the merger `W_0 + scale * mean` of the entries that agree with the elected sign."""
     check_number("scale", scale)
     factors = shares(weights, tensors.tasks)
 
@@ -166,7 +168,8 @@ def _della(tensors: TaskTensors, density: float, epsilon: float, seed: int) -> S
 
 
 def ranked_probabilities(rows: Tensor, density: float, epsilon: float) -> Tensor:
-    """Probabilities of being kept, rising with the rank of a magnitude within its row; their mean is `density`.
+    """Return probabilities of being kept that rise with the rank of a magnitude within its row; their mean is
+    `density`.
 
     Where magnitudes tie, the later entry has the higher rank.
     """
@@ -179,7 +182,7 @@ def ranked_probabilities(rows: Tensor, density: float, epsilon: float) -> Tensor
 
 
 def _drop(part: Tensor, kept: Tensor, draws: Draws) -> None:
-    """Zero entries with probability `1 - kept`, divide the others by `kept`; in place."""
+    """Set entries to zero with probability `1 - kept` and divide the others by `kept`; in place."""
     part.mul_(torch.where(draws.take(part.shape) < kept, 1 / kept, 0.0))
 
 

@@ -1,9 +1,11 @@
-"""The magnitude that the largest entries of a task vector reach, without holding the vector.
+"""Find the magnitude threshold that keeps the top `density` share of a task vector's entries, without holding the
+vector.
 
 A float32 without its sign bit sorts like the integer of the same bits, so the k-th largest magnitude is found among
 integers. A sample brackets it; then one pass over the entries counts those above the bracket and makes a histogram of
-the few inside, one bin per float. Counts show when a bracket misses the answer: it is widened to all floats. A bracket
-too wide for such bins is narrowed to one bin, and all entries are passed over again. The result is exact either way.
+the few inside, one bin per float. If the counts show that the bracket misses the answer, it is widened to all floats. A
+bracket too wide for such bins is narrowed to one bin, and all entries are read again. The result is exact in every
+case.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ MAGNITUDE_BITS = 0x7FFFFFFF
 MOST_BINS = 1 << 19
 # Entries of a sample: enough for brackets of about one per cent of all entries.
 SAMPLE_SIZE = 1 << 17
-# How many standard deviations of the sample's own error a bracket reaches to either side.
+# Margin of a bracket to either side, in standard deviations of the sample's own error.
 SAMPLE_MARGIN = 6
-CHUNK = 1 << 15  # entries that are worked on while they are in the processor's cache
-LARGE_CHUNK = 1 << 24  # of another device, where starting an operation costs more than memory does
+CHUNK = 1 << 15  # entries per step, so that they stay in the processor's cache
+LARGE_CHUNK = 1 << 24  # entries per step on other devices, where launching an operation costs more than memory
 
 
 def magnitude_thresholds(read: Read, num_vectors: int, size: int, density: float) -> list[float]:
-    """The smallest of the `round(density * size)` largest magnitudes of each of several task vectors of `size` entries.
+    """Return the smallest of the `round(density * size)` largest magnitudes of each of several task vectors of `size`
+    entries.
 
-    `read` is called once per pass: for the sample, for the count, and again for vectors that need another look.
+    `read` is called once per pass: for the sample, for the count, and again for vectors that need another pass.
     """
     if size == 0:
         return [0.0] * num_vectors
@@ -52,7 +55,7 @@ def magnitude_thresholds(read: Read, num_vectors: int, size: int, density: float
 
 
 def vector_thresholds(tensors: TaskTensors, density: float) -> list[float]:
-    """The magnitude that the largest entries of each whole task vector reach."""
+    """Return the magnitude threshold that keeps the top `density` share of entries of each whole task vector."""
 
     def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
         for name in tensors.names:
@@ -65,21 +68,22 @@ def vector_thresholds(tensors: TaskTensors, density: float) -> list[float]:
 
 
 def chunk_size(tensor: Tensor) -> int:
-    """How many entries to work on at a time, where a tensor lies."""
+    """Return how many entries to process at a time on a tensor's device."""
     return CHUNK if tensor.device.type == "cpu" else LARGE_CHUNK
 
 
 def trimming_bounds(limits: list[float]) -> list[float]:
-    """Bounds with which `hardshrink` keeps the entries that reach a limit.
+    """Return bounds with which `hardshrink` keeps the entries that reach a limit.
 
-    It keeps what is above its bound, and a limit itself is to be kept; below zero it keeps everything.
+    `hardshrink` keeps values above its bound, but a limit itself must be kept; with a negative bound it keeps
+    everything.
     """
     return np.nextafter(np.float32(limits), np.float32(-inf)).tolist()
 
 
 @dataclass
 class _Search:
-    """The `kept`-th largest of many integers, known to lie within `first..last` (or hoped to, at the beginning)."""
+    """The search for the `kept`-th largest of many integers, within `first..last`; the initial bracket may miss it."""
 
     kept: int
     first: int
@@ -101,7 +105,7 @@ class _Search:
             self.bins[0] += np.count_nonzero(inside)
         else:
             found = bits[inside] - self.first >> self.shift
-            # Bins by the value itself: a few entries of a chunk do not pay for a whole histogram.
+            # Add at the bins directly: a full histogram does not pay off for the few entries of a chunk.
             np.add.at(self.bins, found, 1)
 
     def narrow(self) -> None:
@@ -116,7 +120,7 @@ class _Search:
 
 
 def _sampled_searches(read: Read, num_vectors: int, size: int, kept: int) -> list[_Search]:
-    # An odd step does not walk down one column of a matrix whose width is a power of two.
+    # An odd step avoids sampling a single column of a matrix whose width is a power of two.
     step = -(-size // SAMPLE_SIZE) | 1
     samples: list[list[np.ndarray]] = [[] for _ in range(num_vectors)]
     offsets = [0] * num_vectors
@@ -129,7 +133,8 @@ def _sampled_searches(read: Read, num_vectors: int, size: int, kept: int) -> lis
 
 
 def _bracket(sample: np.ndarray, size: int, kept: int) -> _Search:
-    """Where the answer must be, as far as a sample (descending) can tell; the whole vector as sample tells all."""
+    """Return a search over the bracket that a sample (descending) gives; it is done if the sample is the whole
+    vector."""
     if len(sample) == size:
         return _Search(kept, int(sample[kept - 1]), int(sample[kept - 1]), done=True)
     share = kept / size
@@ -141,7 +146,8 @@ def _bracket(sample: np.ndarray, size: int, kept: int) -> _Search:
 
 
 def _magnitudes(expert: Tensor, base: Tensor) -> Iterator[np.ndarray]:
-    """`|expert - base|` as integers that sort alike, a chunk at a time; in numpy, which compares faster than torch."""
+    """Yield `|expert - base|` as integers that sort alike, a chunk at a time; in numpy, which compares faster than
+    torch."""
     expert, base = expert.reshape(-1), base.reshape(-1)
     step = chunk_size(expert)
     for start in range(0, len(expert), step):

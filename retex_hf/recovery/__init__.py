@@ -1,4 +1,4 @@
-"""From the merged weights back to each expert's: shape rules, generator module, exact solver, training."""
+"""Recovery of each expert's weights from the merged ones: shape rules, generator module, exact solver, training."""
 
 from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum

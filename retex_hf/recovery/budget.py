@@ -1,8 +1,8 @@
-"""Rank by budget: spend a number of stored values where it buys the most energy, across all parameters.
+"""Rank allocation by budget: spend a number of stored values where it recovers the most energy, across all parameters.
 
 Every parameter offers a list of options (stored numbers, energy recovered), from nothing to the whole difference. On
 the upper concave hull of these options the energy per number only falls, so taking hull segments in order of that slope
-is the exact optimum of every budget it meets exactly; what is left of the budget then goes to the best steps that still
+is the exact optimum of every budget it meets exactly; the rest of the budget then goes to the best steps that still
 fit.
 """
 
@@ -20,7 +20,7 @@ from .layout import MATRIX, Layout, at_rank
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What a parameter's differences hold: `values[q]` is the energy that rank q + 1 adds to rank q.
+    """The energy in a parameter's differences: `values[q]` is the energy that rank q + 1 adds to rank q.
 
     A parameter that is not factored (a vector) has one value, its whole energy. Batches of matrices share one rank, so
     their values are summed.
@@ -31,11 +31,11 @@ class Spectrum:
 
     @cached_property
     def recovered(self) -> list[float]:
-        """Energy recovered at rank 0, 1, 2, ..."""
+        """Return the energy recovered at rank 0, 1, 2, ..."""
         return [0.0, *self.values.cumsum(0).tolist()]
 
     def energy(self, layout: Layout) -> float:
-        """Energy that a layout of this parameter recovers."""
+        """Return the energy that a layout of this parameter recovers."""
         return self.recovered[min(layout.rank, len(self.values))] if layout.kind == MATRIX else self.recovered[-1]
 
 
@@ -49,10 +49,10 @@ class Option:
 
 
 def allocate(spectra: Mapping[str, Spectrum], num_tasks: int, budget: int) -> dict[str, Layout]:
-    """Layouts of the parameters that are worth storing, within a budget of stored numbers.
+    """Return layouts of the parameters that are worth storing, within a budget of stored numbers.
 
-    Never worse than the best uniform rank that fits the same budget: that one is computed too, and wins if rounding at
-    the end of the budget favours it.
+    Never worse than the best uniform rank that fits the same budget: that one is computed too, and is returned if
+    rounding at the end of the budget favours it.
     """
     options = {name: concave_options(spectrum, num_tasks) for name, spectrum in spectra.items()}
     chosen = _greedy(options, budget)
@@ -63,7 +63,8 @@ def allocate(spectra: Mapping[str, Spectrum], num_tasks: int, budget: int) -> di
 
 
 def concave_options(spectrum: Spectrum, num_tasks: int) -> list[Option]:
-    """The options of a parameter that no mixture of cheaper and dearer ones beats, by growing cost."""
+    """Return the options of a parameter on the upper concave hull, by growing cost: no mixture of cheaper and dearer
+    ones beats them."""
     layout = spectrum.layout
     whole = layout.whole()
     options = [Option(0, 0.0, None)]
@@ -71,7 +72,7 @@ def concave_options(spectrum: Spectrum, num_tasks: int) -> list[Option]:
         step = layout.with_rank(1).stored_numbers(num_tasks)
         affordable = min(len(spectrum.values), (whole.stored_numbers(num_tasks) - 1) // step)
         options += [Option(q * step, spectrum.recovered[q], layout.with_rank(q)) for q in range(1, affordable + 1)]
-    # A vector is all or nothing, and needs no shared scalar.
+    # A vector is stored whole or not at all, and needs no shared scalar.
     options.append(Option(whole.stored_numbers(num_tasks), spectrum.recovered[-1], whole))
     hull: list[Option] = []
     for option in options:

@@ -2,10 +2,10 @@
 
 The basic problem is `min sum_t ||G_t S - D_t||^2`. The `G_t` are free matrices (one generator row per task), so by
 Eckart-Young the optimum is the truncated SVD of the stacked differences: `S` holds the top right singular vectors and
-`G_t = D_t S^T`. Only a Gram matrix is needed; it is summed in float64, since float32 would drown its small eigenvalues,
-and `eigen` says where float32 serves after that. The variants reduce to the same problem:
+`G_t = D_t S^T`. Only a Gram matrix is needed; it is summed in float64, because float32 rounding would swamp its small
+eigenvalues, and `eigen` decides where float32 suffices after that. The variants reduce to the same problem:
 
-- ReTeX-E: `A_t (B S)` spans what rank r_g spans, so `B S` is the rank-r_g solution;
+- ReTeX-E: `A_t (B S)` has rank at most r_g, so `B S` is the rank-r_g solution;
 - reversed order: the transposed differences;
 - soft (Dirichlet) training and narrow task embeddings: other differences, see `Design`;
 - shared layers: `sum_l ||O_t - D_t^l||^2 = L ||O_t - mean_l D_t^l||^2 + const`, so the mean difference;
@@ -27,20 +27,20 @@ from .layout import MATRIX, SHARED_FIRST, Layout
 
 AFFINE_STEPS = 20
 AFFINE_TOLERANCE = 1e-4
-# A float32 product with orthonormal rows misses about 1e-13 of the energy; above this share, no one can tell.
+# A float32 product with orthonormal rows misses about 1e-13 of the energy, which is negligible above this share.
 FLOAT32_SHARE = 1e-6
-# Rows that are float64 at a time, and the side of the blocks of a Gram matrix: large enough for full speed.
+# Rows that are cast to float64 at a time, and the side of the blocks of a Gram matrix: large enough for full speed.
 SLAB_ROWS = 1024
 GRAM_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Factors of one parameter and what they leave out.
+    """Factors of one parameter and the energy that they leave out.
 
-    `generated` has one row per generator row (per task, unless the embedding is narrow), `shared` and `inner` are as
-    the layout says, `scales` (layers, T) are the affine variant's gamma. `energy` is the squared norm of the
-    differences (of their mixtures, under soft training), `residual` the part that the factors cannot represent.
+    `generated` has one row per generator row (per task, unless the embedding is narrow); the layout determines `shared`
+    and `inner`; `scales` (layers, T) are the affine variant's gamma. `energy` is the squared norm of the differences
+    (of their mixtures, under soft training), `residual` the part that the factors cannot represent.
     """
 
     layout: Layout
@@ -79,9 +79,9 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
 
 
 def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design | None = None) -> Solution:
-    """Factors that several layers of one shape share; `layers[l][t]` is the difference of layer l for task t.
+    """Solve for factors that several layers of one shape share; `layers[l][t]` is the difference of layer l for task t.
 
-    The layers are gone through once, so they may be made as they are needed.
+    The layers are iterated once, so they may be computed lazily.
     """
     means, energy, count = [], 0.0, 0
     for layer in layers:
@@ -100,7 +100,7 @@ def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design 
 def solve_affine(
     experts: list[list[Tensor]], merged: list[Tensor], layout: Layout, design: Design | None = None
 ) -> Solution:
-    """`gamma_t W_merged + G_t S` for the experts' tensors `experts[l][t]` of one or several layers."""
+    """Fit `gamma_t W_merged + G_t S` to the experts' tensors `experts[l][t]` of one or several layers."""
     tasks, layers = len(experts[0]), len(merged)
     scales = torch.ones(layers, tasks, dtype=torch.float64)
     offsets = _differences(experts, merged, scales)
@@ -129,18 +129,18 @@ def _differences(experts: list[list[Tensor]], merged: list[Tensor], scales: Tens
 
 
 def _solved_basis(solution: Solution) -> Tensor:
-    """What a solution's `S` spans, as orthonormal rows."""
+    """Return the span of a solution's `S` as orthonormal rows."""
     basis = solution.shared.double()
     basis = basis.mT if solution.layout.order == SHARED_FIRST else basis
     return basis[:, : solution.layout.solved_rank]
 
 
 def best_scales(experts: list[list[Tensor]], merged: list[Tensor], layout: Layout, basis: Tensor) -> Tensor:
-    """The gamma of every layer and task (layers, T) that are best together with the best `G_t`, for a shared factor
-    that spans the rows of `basis` (orthonormal, or zero; of columns, in the reversed order).
+    """Return the gamma of every layer and task (layers, T), optimal together with the best `G_t`, for a shared factor
+    that spans the rows of `basis` (orthonormal, or zero; the columns, in the reversed order).
 
-    With P the projector onto what `S` does not span, layer l's part outside is `(W^l - g^l M^l) P`; inside, all layers
-    share one `G_t`, so only deviations from the layers' mean count. Both are quadratic in the gammas.
+    With P the projector onto the complement of the span of `S`, layer l's part outside is `(W^l - g^l M^l) P`; inside,
+    all layers share one `G_t`, so only deviations from the layers' mean count. Both are quadratic in the gammas.
     """
     layers, tasks = len(merged), len(experts[0])
 
@@ -164,15 +164,16 @@ def best_scales(experts: list[list[Tensor]], merged: list[Tensor], layout: Layou
                 for (part, outside), (base_inside, base_outside) in zip(parts, bases, strict=True)
             ]
         )
-        # lstsq, because a layer may be zero, or lie within the span of S. One number per layer: the CPU has the driver
-        # for systems without full rank, and GPUs have not.
+        # lstsq, because a layer may be zero, or lie within the span of S. On the CPU, because only it has the driver
+        # for rank-deficient systems; the system has one number per layer.
         solved = torch.linalg.lstsq(system.cpu(), right.cpu().unsqueeze(1), driver="gelsd")
         scales[:, task] = solved.solution.squeeze(1)
     return scales
 
 
 def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = None) -> Tensor:
-    """Energy that each further rank recovers (descending); the whole energy, for parameters that are not factored."""
+    """Return the energy that each further rank recovers (descending), or the whole energy of a parameter that is not
+    factored."""
     targets, energy, _ = (design or Design(len(differences))).project(differences)
     if layout.kind != MATRIX:
         return torch.tensor([energy], dtype=torch.float64)
@@ -185,13 +186,13 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
 
 
 def solve_matrices(differences: list[Tensor], rank: int) -> tuple[list[Tensor], Tensor, float]:
-    """Top-`rank` factors `G_t (a, r)`, `S (r, b)` of a list of (a, b) matrices, and the discarded energy."""
+    """Return top-`rank` factors `G_t (a, r)`, `S (r, b)` of a list of (a, b) matrices, and the discarded energy."""
     shared, discarded, energy = _right_vectors(differences, rank)
     return _left_factors(differences, shared, discarded, energy), shared.float(), discarded
 
 
 def _solve_ordered(differences: list[Tensor], layout: Layout) -> tuple[list[Tensor], Tensor, float]:
-    """`solve_matrices` under the layout's order and inner rank."""
+    """Apply `solve_matrices` under the layout's order and inner rank."""
     differences = [_ordered(difference, layout) for difference in differences]
     rank = layout.solved_rank
     shared, discarded, energy = _right_vectors(differences, layout.rank, rank)
@@ -206,14 +207,15 @@ def _ordered(difference: Tensor, layout: Layout) -> Tensor:
 
 
 def _inner_factor(layout: Layout) -> Tensor | None:
-    """ReTeX-E's `B`: it picks the first r_g rows of `S`."""
+    """Return ReTeX-E's `B`, which selects the first r_g rows of `S`."""
     if layout.inner_shape is None:
         return None
     return torch.eye(*layout.inner_shape[1:]).expand(layout.inner_shape).clone()
 
 
 def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[Tensor, float, float]:
-    """The top right singular vectors of the stack as rows, the energy outside the first `kept`, and all energy."""
+    """Return the top right singular vectors of the stack as rows, the energy outside the first `kept`, and the total
+    energy."""
     products = gram(differences)
     energy = products.diagonal().sum().item()
     _, vectors, discarded = top_eigenpairs(products, rank, kept)
@@ -234,7 +236,7 @@ def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None
 
 
 def _left_factors(differences: list[Tensor], shared: Tensor, discarded: float, energy: float) -> list[Tensor]:
-    """`G_t = D_t S^T`, in float64 only where its rounding would show beside what is discarded anyway."""
+    """Return `G_t = D_t S^T`, in float64 only where float32 rounding would be visible beside the discarded energy."""
     if discarded > FLOAT32_SHARE * energy:
         shared = shared.float()
     return [
@@ -249,7 +251,8 @@ def _is_wide(differences: list[Tensor]) -> bool:
 
 
 def gram(differences: list[Tensor]) -> Tensor:
-    """The smaller of the two Gram matrices of the stacked differences, in float64, by the blocks of one triangle."""
+    """Return the smaller of the two Gram matrices of the stacked differences, in float64; compute one triangle, by
+    blocks."""
     wide = _is_wide(differences)
     side = len(differences) * differences[0].shape[0] if wide else differences[0].shape[1]
     starts = range(0, side, GRAM_BLOCK)
@@ -266,11 +269,11 @@ def gram(differences: list[Tensor]) -> Tensor:
 
 
 def _row_slabs(differences: list[Tensor]) -> Iterator[Tensor]:
-    """The rows of the stack in parts, so that float64 copies stay small."""
+    """Yield the rows of the stack in parts, so that float64 copies stay small."""
     return (part for difference in differences for part in difference.split(SLAB_ROWS))
 
 
 def _column_slabs(differences: list[Tensor]) -> Iterator[Tensor]:
-    """The columns of the stack in parts, as rows."""
+    """Yield the columns of the stack in parts, as rows."""
     for start in range(0, differences[0].shape[1], SLAB_ROWS):
         yield torch.cat([difference[:, start : start + SLAB_ROWS].T for difference in differences], dim=1)

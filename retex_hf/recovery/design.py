@@ -1,9 +1,9 @@
-"""How tasks enter the least-squares problem of a parameter: the distribution of task weights, and the task embedding.
+"""The distribution of task weights and the task embedding in the least-squares problem of a parameter.
 
 The generator is affine in the embedding: with generator rows `H_j` the offset of task t is `sum_j basis[t, j] H_j S`.
 Soft training draws mixtures `w` of tasks; the expected loss depends on `w` only through `M = E[w w^T]`. Both together:
-minimise `|| M^{1/2} (basis H S - D) ||^2`. With a QR decomposition `M^{1/2} basis = Q R` that is
-`|| (R H) S - Q^T M^{1/2} D ||^2 + const`: the basic problem, with other differences.
+minimise `|| M^{1/2} (basis H S - D) ||^2`. With a QR decomposition `M^{1/2} basis = Q R` that is `|| (R H) S - Q^T
+M^{1/2} D ||^2 + const`: the basic problem, with other differences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ENERGY_CHUNK = 1 << 16
 
 @dataclass
 class Design:
-    """One-hot tasks by default: `basis` None means one generator row per task, `moments` None means M = I."""
+    """Weights and embedding of the tasks; by default `basis` None means one generator row per task, `moments` None
+    means M = I."""
 
     num_tasks: int
     basis: Tensor | None = None
@@ -38,7 +39,8 @@ class Design:
         return self.basis is None and self.moments is None
 
     def project(self, differences: list[Tensor]) -> tuple[list[Tensor], float, float]:
-        """The differences to factor, the energy of all (mixed) differences, and the energy no factors can reach."""
+        """Return the differences to factor, the energy of all (mixed) differences, and the energy that no factors can
+        reach."""
         if self.is_plain:
             return differences, sum(_energy(difference) for difference in differences), 0.0
         targets = [_combine(weights, differences) for weights in self._mixture]
@@ -47,7 +49,7 @@ class Design:
         return targets, energy, 0.0 if len(targets) == self.num_tasks else max(energy - inside, 0.0)
 
     def unproject(self, generated: Tensor) -> Tensor:
-        """Generator rows `H` from the factors of the projected differences."""
+        """Return the generator rows `H` from the factors of the projected differences."""
         if self.is_plain:
             return generated
         triangle = self._triangle.to(generated.device)
@@ -55,27 +57,29 @@ class Design:
 
 
 def dirichlet_moments(num_tasks: int, alpha: float) -> Tensor:
-    """`E[w w^T]` of a symmetric Dirichlet(alpha)."""
+    """Return `E[w w^T]` of a symmetric Dirichlet(alpha)."""
     ones = torch.ones(num_tasks, num_tasks, dtype=torch.float64)
     identity = torch.eye(num_tasks, dtype=torch.float64)
     return (identity + alpha * ones) / (num_tasks * (num_tasks * alpha + 1))
 
 
 def sampled_moments(weights: Tensor) -> Tensor:
-    """`E[w w^T]` from samples (n, T) of mixing weights, for distributions without a closed form."""
+    """Return `E[w w^T]` from samples (n, T) of mixing weights, for distributions without a closed form."""
     weights = weights.double()
     return weights.T @ weights / len(weights)
 
 
 def narrow_basis(kernel: Tensor, dimension: int) -> Tensor:
-    """The best [constant, embedding] basis (T, dimension + 1) for tasks whose factors have the Gram matrix `kernel`.
+    """Return the best [constant, embedding] basis (T, dimension + 1) for tasks whose factors have the Gram matrix
+    `kernel`.
 
-    The constant is the generator's bias, which carries the mean; the embedding is the top eigenvectors of what is left.
+    The constant is the generator's bias, which carries the mean; the embedding consists of the top eigenvectors of the
+    centred rest.
     """
     tasks = len(kernel)
     centring = torch.eye(tasks, dtype=torch.float64) - 1 / tasks
     centred = centring @ kernel.double() @ centring
-    # The constant is an eigenvector of value 0; a negative value keeps it from being picked among other zeros.
+    # The constant is an eigenvector of value 0; a negative value keeps it from being chosen among other zeros.
     _, vectors = torch.linalg.eigh(centred - (1 + centred.trace()) / tasks)
     embedding = vectors.flip(1)[:, :dimension]
     constant = torch.full((tasks, 1), tasks**-0.5, dtype=torch.float64)
@@ -83,7 +87,7 @@ def narrow_basis(kernel: Tensor, dimension: int) -> Tensor:
 
 
 def _energy(tensor: Tensor) -> float:
-    """The squared norm in float64, by parts, so that no float64 copy of the whole is made."""
+    """Return the squared norm in float64, by parts, to avoid a float64 copy of the whole."""
     return sum(part.double().square().sum().item() for part in tensor.reshape(-1).split(ENERGY_CHUNK))
 
 

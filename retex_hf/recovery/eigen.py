@@ -1,9 +1,9 @@
-"""The leading eigenpairs of a Gram matrix: found in float32 where a bound certifies them, else in float64.
+"""The leading eigenpairs of a Gram matrix: computed in float32 where a bound certifies them, else in float64.
 
-Half the precision takes half the time and memory, and costs next to nothing: the energy that a slightly wrong subspace
-misses is of second order in the error. But a float32 eigenvalue is only as good as the largest one allows, so where
-little is discarded (near-exact recovery, differences of low rank) float32 may pick wrong directions. Each float32
-result is therefore checked against the optimum that its own eigenvalues bound from below, and dropped if it may be
+Half the precision takes half the time and memory at almost no cost: the energy that a slightly wrong subspace misses is
+of second order in the error. But the absolute error of a float32 eigenvalue scales with the largest one, so where
+little is discarded (near-exact recovery, differences of low rank) float32 may choose wrong directions. Each float32
+result is therefore checked against a lower bound on the optimum from its own eigenvalues, and dropped if it may be
 worse than that by more than `TOLERANCE`.
 """
 
@@ -12,17 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Discarded energy over the least possible, at most 1 + TOLERANCE where the optimum is not known to rounding.
+# Limit on the discarded energy relative to the lower bound on the least possible: at most 1 + TOLERANCE.
 TOLERANCE = 1e-3
-# Below this side float64 is a matter of milliseconds.
+# Below this side float64 takes milliseconds.
 SMALLEST_FLOAT32_SIDE = 256
 
 
 def top_eigenpairs(matrix: Tensor, rank: int, kept: int | None = None) -> tuple[Tensor, Tensor, float]:
-    """The `rank` largest eigenvalues (descending) of a positive semi-definite float64 matrix, and their vectors.
+    """Return the `rank` largest eigenvalues (descending) of a positive semi-definite float64 matrix, and their vectors.
 
     Vectors are orthonormal columns. The third result is the energy outside the first `kept` of them (default: all), by
-    which the result is judged; it is what these vectors leave out, not an estimate.
+    which the result is judged; it is the exact energy that these vectors leave out, not an estimate.
     """
     kept = rank if kept is None else kept
     if len(matrix) >= SMALLEST_FLOAT32_SIDE:
@@ -35,8 +35,8 @@ def top_eigenpairs(matrix: Tensor, rank: int, kept: int | None = None) -> tuple[
 
 
 def _in_float32(matrix: Tensor, rank: int, kept: int) -> tuple[Tensor, Tensor, float] | None:
-    """Eigenpairs from a float32 decomposition; None where they cannot be certified."""
-    scale = matrix.diagonal().max()  # float32 has a narrow range, and squares of differences a wide one
+    """Return eigenpairs from a float32 decomposition; None where they cannot be certified."""
+    scale = matrix.diagonal().max()  # normalise: float32 has a narrow range, and squares of differences a wide one
     if not scale > 0:
         return None
     estimates, vectors = torch.linalg.eigh((matrix / scale).float())
@@ -50,7 +50,8 @@ def _in_float32(matrix: Tensor, rank: int, kept: int) -> tuple[Tensor, Tensor, f
 
 
 def _rayleigh_ritz(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """The best orthonormal eigenvectors within the span of a nearly orthonormal basis, with their exact energies."""
+    """Return the best orthonormal eigenvectors within the span of a nearly orthonormal basis, with their exact
+    energies."""
     triangle = torch.linalg.cholesky(basis.T @ basis)
     basis = torch.linalg.solve_triangular(triangle.T, basis, upper=True, left=False)
     values, rotation = torch.linalg.eigh(basis.T @ (matrix @ basis))
@@ -58,12 +59,14 @@ def _rayleigh_ritz(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _least_discarded(estimates: Tensor, kept: int, total: Tensor, norm: Tensor) -> Tensor:
-    """A lower bound on the energy that any `kept` directions leave out, from all float32 eigenvalues (descending).
+    """Return a lower bound on the energy that any `kept` directions leave out, from all float32 eigenvalues
+    (descending).
 
-    The optimum is the sum of the eigenvalues that are not kept, which is also the trace without those that are; the
-    smaller of the two counts, so that a value lost or found twice cannot pass. The estimates are the exact eigenvalues
-    of `matrix + E`. Rounding to float32 and a backward stable decomposition give `||E||_F <= sqrt(n) u ||matrix||_F`
-    (a few times what is observed), so sums of eigenvalues move by at most `sqrt(n) ||E||_F` (Hoffman-Wielandt).
+    The optimum is the sum of the eigenvalues that are not kept, which is also the trace minus those that are; the
+    smaller of the two is used, so that an eigenvalue missed or counted twice cannot pass. The estimates are the exact
+    eigenvalues of `matrix + E`. Rounding to float32 and a backward stable decomposition give `||E||_F <= sqrt(n) u
+    ||matrix||_F` (a few times the observed value), so sums of eigenvalues move by at most `sqrt(n) ||E||_F`
+    (Hoffman-Wielandt).
     """
     unit_roundoff = torch.finfo(torch.float32).eps / 2
     slack = len(estimates) * unit_roundoff * norm

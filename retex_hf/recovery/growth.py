@@ -1,11 +1,11 @@
-"""Tasks come and go in a recovery whose experts are not at hand.
+"""Add tasks to a recovery and remove them, without access to its other experts.
 
-A new task gets a dimension of its own in the task embedding: in every generator one row is its own, and no other
-changes. For a given shared factor the best `G_new` is a least-squares problem, solved with the pseudo-inverse of `S`
-(of `B S` for ReTeX-E). What that leaves is `D (I - P)` with P the projector onto the rows of `S`. By Eckart-Young the
-best k directions to append to `S` are its top right singular vectors, and the energy left then is that of the others:
-the smallest k that reaches a tolerance can be read off the spectrum. The other tasks have zeros in the columns of `G_t`
-that meet the appended directions.
+A new task gets its own dimension in the task embedding: one new row in every generator, while all others stay. For a
+given shared factor the best `G_new` is a least-squares problem, solved with the pseudo-inverse of `S` (of `B S` for
+ReTeX-E). The remainder is `D (I - P)` with P the projector onto the rows of `S`. By Eckart-Young the best k directions
+to append to `S` are its top right singular vectors, and the energy left is that of the others: the smallest k that
+reaches a tolerance follows from the spectrum. The other tasks have zeros in the columns of `G_t` that multiply the
+appended directions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .layout import GENERATED_FIRST, MATRIX, SHARED_FIRST, VECTOR, Layout
 from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
 from .quantize import LARGEST_CODE, SCALE, SCALE_DTYPE, encode_parts, stored_parts
 
-# The share of the energy that float32 factors cannot help missing; a tolerance of zero asks for no more than this.
+# The share of the energy that float32 factors inevitably miss; a tolerance of zero means this.
 EXACT = 1e-12
-# Singular values of a shared factor below this share of its largest are none: `G_new` would be large, and its rounding
-# larger than what those directions recover.
+# Singular values of a shared factor below this share of its largest count as zero: `G_new` would be large, and its
+# rounding larger than what those directions recover.
 RANK_TOLERANCE = 1e-4
-# Where int8 columns join rows that have their scale already: which rows may be cut off at the largest code.
+# Shares of rows that may be clipped at the largest code where int8 columns are appended to rows with a fixed scale.
 CUT_SHARES = (0.0, 0.001, 0.01, 0.1, 0.5)
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A generator with one more row, and what it makes of the new task: the gamma and the relative error of every
-    layer that shares the generator, by how much its rank grew, and whether its differences are stored whole now."""
+    """A generator with one more row for a new task: the gamma and the relative error of every layer that shares the
+    generator, by how much its rank grew, and whether its differences are now stored whole."""
 
     generator: OffsetGenerator
     scales: list[float]
@@ -45,8 +45,9 @@ class Extension:
 
 @dataclass
 class Growth:
-    """What a new task did to a recovery, by parameter: its relative `errors`, by how much the rank has `grown`, which
-    parameters have `joined` the recovery, and which are stored `whole` now because more rank would have cost more."""
+    """The effect of a new task on a recovery, by parameter: its relative `errors`, by how much the rank has `grown`,
+    which parameters have `joined` the recovery, and which are now stored `whole` because more rank would have cost
+    more."""
 
     errors: dict[str, float] = field(default_factory=dict)
     grown: dict[str, int] = field(default_factory=dict)
@@ -65,11 +66,11 @@ def add_to_recovery(
     affine: bool = False,
     progress: bool = True,
 ) -> tuple[RecoveryModule, Growth]:
-    """The recovery with one more task, the last one. `recovery` itself stays as it is.
+    """Return the recovery with one more task, the last one. `recovery` itself is not changed.
 
     Args:
-        recovery: Of the tasks so far.
-        read: Gives a parameter of the new expert and of the merged model, in float32 or better.
+        recovery: The recovery of the tasks so far.
+        read: Function that returns a parameter of the new expert and of the merged model, in float32 or better.
         tolerances: The relative error that the new task may have in each parameter.
         joining: Layouts of parameters that the recovery does not have yet, at any rank. The other tasks have zeros.
         dtype: How the factors are stored.
@@ -95,7 +96,7 @@ def add_to_recovery(
             affine=affine,
         )
         if extension.generator.layout.kind == MATRIX and extension.generator.layout.rank == 0:
-            continue  # within the tolerance as it is
+            continue  # within the tolerance without recovery
         for name, gamma, error in zip(names, extension.scales, extension.errors, strict=True):
             generators[name] = extension.generator
             growth.errors[name] = error
@@ -115,10 +116,10 @@ def add_to_recovery(
 
 @torch.no_grad()
 def remove_from_recovery(recovery: RecoveryModule, task: int) -> RecoveryModule:
-    """The recovery without one task. `recovery` itself stays as it is.
+    """Return the recovery without one task. `recovery` itself is not changed.
 
-    Generator rows that only this task has used go with it, and so do parameters in which no other task differs from the
-    merged model. Shared factors stay as they are: directions that only this task has used are kept.
+    Drop generator rows that only this task uses, and parameters in which no other task differs from the merged model.
+    Shared factors stay: directions that only this task used are kept.
     """
     embedding = recovery.task_embedding.detach()
     others = torch.arange(len(embedding)) != task
@@ -141,7 +142,7 @@ def remove_from_recovery(recovery: RecoveryModule, task: int) -> RecoveryModule:
 
 
 def empty_generator(layout: Layout, embedding_dim: int, dtype: str = "float32") -> OffsetGenerator:
-    """A generator whose offsets are zero for every task: of rank 0, where the layout has a rank."""
+    """Return a generator whose offsets are zero for every task; of rank 0, where the layout has a rank."""
     if layout.kind == MATRIX:
         layout = replace(layout, rank=0, inner_rank=None)
         return OffsetGenerator(layout, torch.zeros(embedding_dim, 0), None, torch.zeros(layout.shared_shape))
@@ -162,16 +163,16 @@ def extend_generator(
     dtype: str = "float32",
     affine: bool = False,
 ) -> Extension:
-    """A generator with a row for a new task, the last one, whose embedding is 1 there and 0 elsewhere.
+    """Return a generator with a row for a new task, the last one, whose embedding is 1 there and 0 elsewhere.
 
     `experts` and `merged` are the tensors of all layers that share the generator, on the device that computes; the
-    extended generator is on the CPU. Layers that share a generator have one offset, so what it can recover is the mean
-    of their differences: `tolerance` is the relative error of that. The rank grows by the smallest number that reaches
-    it; with `affine` that is for the gammas which are best before it grows.
+    extended generator is on the CPU. Layers that share a generator have one offset, so it can recover the mean of their
+    differences: `tolerance` is the relative error of that mean. The rank grows by the smallest number that reaches it;
+    with `affine`, for the gammas that are optimal before it grows.
 
     Where more rank would cost as many numbers as storing the differences of all tasks whole, they are stored whole.
-    Factors that are stored narrower than float32 always grow instead: the offsets of the other tasks would have to be
-    rounded once more. Rounding of the new task's own factors comes on top of the tolerance.
+    Factors that are stored narrower than float32 always grow instead, because storing whole would round the offsets of
+    the other tasks again. Rounding of the new task's own factors adds to the tolerance.
     """
     layout = generator.layout
     rows = len(generator.weight) + 1
@@ -190,7 +191,7 @@ def extend_generator(
     energy = _energy(target)
     allowed = max(tolerance**2, EXACT) * energy
     basis = row_basis(_acting_factor(generator, target.device))
-    # A parameter that may stay as merged has no gamma to help it, and one that is as merged needs none.
+    # A parameter that may stay as merged has no gamma, and one equal to the merged tensor needs none.
     found, offset = (scales, target) if layout.rank == 0 or energy == 0 else solve_scales(basis)
     directions = missing_directions(_as_stack(offset, layout), basis, allowed)
     if directions is None:
@@ -213,19 +214,20 @@ def extend_generator(
 
 
 def row_basis(factor: Tensor) -> Tensor:
-    """Orthonormal rows that span the rows of a factor (batch, q, n), and zero rows where it has lower rank than q."""
+    """Return orthonormal rows that span the rows of a factor (batch, q, n), with zero rows where its rank is below
+    q."""
     return _decompose(factor)[2]
 
 
 def pseudo_inverse(factor: Tensor) -> Tensor:
-    """The pseudo-inverse (batch, n, q) of a factor (batch, q, n)."""
+    """Return the pseudo-inverse (batch, n, q) of a factor (batch, q, n)."""
     left, values, basis = _decompose(factor)
     return (basis.mT / values.unsqueeze(-2)) @ left.mT
 
 
 def missing_directions(target: Tensor, basis: Tensor, allowed: float) -> Tensor | None:
-    """The fewest directions (batch, k, n), beside the rows of `basis`, whose span leaves at most the energy `allowed`
-    of a target (batch, m, n); None where the basis alone does. Batches share one k."""
+    """Return the fewest directions (batch, k, n), beside the rows of `basis`, whose span leaves at most the energy
+    `allowed` of a target (batch, m, n); None where the basis alone does. Batches share one k."""
     inside = _slabbed(target, basis.mT)
     if _energy(target) - inside.square().sum().item() <= allowed:
         return None
@@ -246,7 +248,7 @@ def missing_directions(target: Tensor, basis: Tensor, allowed: float) -> Tensor 
 
 
 def _outer_gram(matrix: Tensor, basis: Tensor, inside: Tensor) -> Tensor:
-    """The smaller Gram matrix of what a basis leaves of a matrix, from the Gram matrix of the whole."""
+    """Return the smaller Gram matrix of the part of a matrix outside a basis, from the Gram matrix of the whole."""
     products = gram([matrix])
     if _is_wide(matrix):
         return products - inside @ inside.T
@@ -255,7 +257,7 @@ def _outer_gram(matrix: Tensor, basis: Tensor, inside: Tensor) -> Tensor:
 
 
 def _right_vectors(matrix: Tensor, basis: Tensor, vectors: Tensor) -> Tensor:
-    """Right singular vectors as rows, from eigenvectors of the smaller Gram matrix."""
+    """Return right singular vectors as rows, from eigenvectors of the smaller Gram matrix."""
     if not _is_wide(matrix):
         return vectors.T
     right = vectors.T @ matrix.double()
@@ -269,7 +271,8 @@ def _is_wide(matrix: Tensor) -> bool:
 
 
 def _decompose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular vectors and values; values that count as none are 1, and their right vectors zero."""
+    """Return singular vectors and values; values that count as zero are replaced by 1, and their right vectors by
+    zero."""
     left, values, right = torch.linalg.svd(factor.double(), full_matrices=False)
     if not values.numel():
         return left, values, right
@@ -278,7 +281,8 @@ def _decompose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _acting_factor(generator: OffsetGenerator, device: torch.device) -> Tensor:
-    """What all tasks share, as rows (batch, q, n) on a device: `S` or `B S`, transposed in the reversed order."""
+    """Return the factor that all tasks share as rows (batch, q, n) on a device: `S` or `B S`, transposed in the
+    reversed order."""
     shared, inner = generator.factor("shared").to(device).double(), generator.factor("inner")
     first = generator.layout.order == GENERATED_FIRST
     if inner is not None:
@@ -293,7 +297,7 @@ def _as_stack(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _common_difference(experts: list[Tensor], merged: list[Tensor], scales: Tensor) -> Tensor:
-    """The mean over layers of `W - gamma W_merged`; float64 where gammas are not all 1."""
+    """Return the mean over layers of `W - gamma W_merged`; in float64 where gammas are not all 1."""
     total = 0
     for expert, base, scale in zip(experts, merged, scales, strict=True):
         total = total + (expert - base if scale == 1 else expert.double() - scale * base.double())
@@ -308,7 +312,7 @@ def _finish(
     merged: list[Tensor],
     dtype: str,
 ) -> Extension:
-    """Put the row that gives an offset (or what comes nearest) in place, and measure it as it is stored."""
+    """Write the row that gives an offset (or the nearest one), and measure its error as stored."""
     layout, device = generator.layout, offset.device
     if layout.kind == MATRIX:
         row = _slabbed(_as_stack(offset, layout), pseudo_inverse(_acting_factor(generator, device)))
@@ -334,8 +338,8 @@ def _finish(
 
 
 def _wake_scalar(generator: OffsetGenerator) -> None:
-    """A vector's shared scalar of zero (where training never moved it) lets no task have an offset: make it 1, and the
-    generator of the other tasks zero instead."""
+    """Set a vector's shared scalar from zero (where training never moved it) to 1, and the generator of the other tasks
+    to zero instead: with a zero scalar no task could have an offset."""
     if generator.shared == 0:
         generator.shared.fill_(1)
         generator.weight.zero_()
@@ -344,7 +348,7 @@ def _wake_scalar(generator: OffsetGenerator) -> None:
 
 
 def _resized(generator: OffsetGenerator, layout: Layout, rows: int, dtype: str) -> OffsetGenerator:
-    """The same stored numbers in a generator of more rows and of a larger rank, on the CPU; new entries are zero."""
+    """Copy the stored numbers into a generator of more rows and larger rank, on the CPU; new entries are zero."""
     stored = {name: parameter.detach() for name, parameter in generator.named_parameters()}
     parts = {}
     for part, (shape, kind) in stored_parts(layout, rows, generator.bias is not None, dtype).items():
@@ -356,7 +360,8 @@ def _resized(generator: OffsetGenerator, layout: Layout, rows: int, dtype: str) 
 
 
 def _axes(layout: Layout, part: str, tensor: Tensor) -> Tensor:
-    """A stored tensor with all axes of its factor. Scales have one number per row, for an axis of one or none."""
+    """Return a stored tensor with all axes of its factor. Scales have one number per row, so they lack the last
+    axis."""
     if layout.kind != MATRIX or not part.startswith(("weight", "bias")):
         return tensor
     shape = layout.generated_shape
@@ -364,7 +369,8 @@ def _axes(layout: Layout, part: str, tensor: Tensor) -> Tensor:
 
 
 def _made_whole(generator: OffsetGenerator) -> OffsetGenerator:
-    """The offsets of every generator row instead of its factors, and a row of zeros."""
+    """Return a generator that stores the offset of every generator row instead of its factors, with an added row of
+    zeros."""
     layout = generator.layout
     shared, inner = (None if f is None else f.double() for f in map(generator.factor, ("shared", "inner")))
 
@@ -377,8 +383,8 @@ def _made_whole(generator: OffsetGenerator) -> OffsetGenerator:
 
 
 def _append_directions(generator: OffsetGenerator, directions: Tensor, dtype: str) -> None:
-    """Put directions (batch, k, n) into the last rows of `S` (columns, in the reversed order); ReTeX-E's `B` lets them
-    through."""
+    """Write directions (batch, k, n) into the last rows of `S` (columns, in the reversed order), and an identity block
+    into ReTeX-E's `B` so that it passes them through."""
     layout, count = generator.layout, directions.shape[1]
     if layout.order == GENERATED_FIRST:
         for part, tensor in encode_parts(layout, {"shared": directions.float()}, dtype).items():
@@ -395,10 +401,10 @@ def _append_directions(generator: OffsetGenerator, directions: Tensor, dtype: st
 
 
 def _append_codes(generator: OffsetGenerator, columns: Tensor) -> None:
-    """Columns in int8 beside others whose rows have a scale already, which must stay.
+    """Append columns in int8 to rows whose scales must not change.
 
-    A direction may have any length, so it gets one at which the rows' scales suit it; where they do not (a row of `S`
-    that was nearly zero before), some entries are cut off. Rows of zeros take a new scale.
+    A direction may have any length, so choose one that suits the rows' scales; where none does (a row of `S` that was
+    nearly zero), clip some entries. Rows of zeros get a new scale.
     """
     scale = generator.shared_scale.float()
     largest = LARGEST_CODE * scale
@@ -431,13 +437,13 @@ def _with_rows(generator: OffsetGenerator, rows: Tensor) -> OffsetGenerator:
 
 
 def _like(recovery: RecoveryModule, other: RecoveryModule) -> RecoveryModule:
-    """On the device of another recovery, trainable as that is."""
+    """Move a recovery to the device of another one, and make it trainable likewise."""
     embedding = other.task_embedding
     return recovery.to(embedding.device).requires_grad_(embedding.requires_grad).train(other.training)
 
 
 def _slabbed(stack: Tensor, matrix: Tensor) -> Tensor:
-    """A product in float64, without a float64 copy of the whole left side."""
+    """Multiply in float64 without a float64 copy of the whole left side."""
     return torch.cat([part.double() @ matrix for part in stack.split(SLAB_ROWS, dim=1)], dim=1)
 
 

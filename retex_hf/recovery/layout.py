@@ -1,4 +1,4 @@
-"""The shape rules: how the difference of one parameter is factored. Nothing else in the library decides this."""
+"""The shape rules: how the difference of one parameter is factored. No other module decides this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDERS = (GENERATED_FIRST, SHARED_FIRST)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the offset of one parameter is stored.
+    """The storage layout of one parameter's offset.
 
     - `vector`: a generated vector times a shared scalar (0-D and 1-D parameters);
     - `matrix`: a generated `(a, r)` factor times a shared `(r, b)` factor, in batches where `batch > 1`. In the order
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def generated_shape(self) -> tuple[int, ...]:
-        """Shape of what differs from task to task: `G_t`, or ReTeX-E's `A_t`."""
+        """Return the shape of the factor that differs between tasks: `G_t`, or ReTeX-E's `A_t`."""
         if self.kind != MATRIX:
             return (prod(self.shape),)
         rank = self.inner_rank or self.rank
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def shared_shape(self) -> tuple[int, ...] | None:
-        """Shape of `S`, the factor that all tasks share; None where there is none."""
+        """Return the shape of `S`, the factor that all tasks share; None where there is none."""
         if self.kind != MATRIX:
             return () if self.kind == VECTOR else None
         first = self.order == GENERATED_FIRST
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def inner_shape(self) -> tuple[int, ...] | None:
-        """Shape of ReTeX-E's shared factor `B`; None without `inner_rank`."""
+        """Return the shape of ReTeX-E's shared factor `B`; None without `inner_rank`."""
         if self.kind != MATRIX or self.inner_rank is None:
             return None
         first = self.order == GENERATED_FIRST
@@ -60,16 +60,16 @@ class Layout:
 
     @property
     def stacked_shape(self) -> tuple[int, int, int]:
-        """The parameter seen as a batch of matrices (only for `matrix`)."""
+        """Return the shape of the parameter as a batch of matrices (only for `matrix`)."""
         return (self.batch, self.rows, self.columns)
 
     @property
     def solved_rank(self) -> int:
-        """The rank that offsets can reach: `A_t B S` spans no more than `A_t` has columns."""
+        """Return the rank that offsets can reach: that of `A_t B S` is at most the number of columns of `A_t`."""
         return self.inner_rank or self.rank
 
     def offset(self, generated: Tensor, shared: Tensor | None, inner: Tensor | None = None) -> Tensor:
-        """`G_t S`, in the parameter's own shape."""
+        """Return `G_t S`, in the parameter's own shape."""
         if self.kind != MATRIX:
             return (generated if shared is None else generated * shared).view(self.shape)
         left, right = self._factors(generated, shared, inner)
@@ -83,7 +83,7 @@ class Layout:
         inner: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`base + G_t S` in one pass, without the offset as a tensor of its own; into `out` if given."""
+        """Return `base + G_t S` in one pass, without materialising the offset; write it into `out` if given."""
         if self.kind != MATRIX:
             generated = generated.view(self.shape)
             if shared is None:
@@ -100,21 +100,21 @@ class Layout:
         return shared, (generated if inner is None else inner @ generated)
 
     def stored_numbers(self, num_tasks: int) -> int:
-        """How many numbers the factors of all tasks take."""
+        """Return how many numbers the factors of all tasks take."""
         shared = [prod(shape) for shape in (self.shared_shape, self.inner_shape) if shape is not None]
         return num_tasks * prod(self.generated_shape) + sum(shared)
 
     def whole(self) -> Layout:
-        """The same parameter, stored whole."""
+        """Return the layout of the same parameter stored whole."""
         return Layout(self.shape, WHOLE)
 
     def with_rank(self, rank: int) -> Layout:
-        """The same parameter at another rank."""
+        """Return the layout of the same parameter at another rank."""
         return replace(self, rank=rank)
 
 
 def effective_rank(rank: int, rows: int, columns: int) -> int:
-    """The paper's rule: the asked rank where it is below both sides, else half the smaller side."""
+    """Apply the paper's rule: return the requested rank where it is below both sides, else half the smaller side."""
     smaller = min(rows, columns)
     return rank if rank < smaller else smaller // 2
 
@@ -130,7 +130,7 @@ def plan_layout(
 ) -> Layout:
     """Choose the layout of a parameter from its shape.
 
-    Axes of size 1 do not count. Convolution weights are matrices of one row per output channel; other tensors of three
+    Axes of size 1 are ignored. Convolution weights are matrices with one row per output channel; other tensors of three
     or more axes (stacked experts of an MoE layer) are batches of matrices.
 
     >>> plan_layout((768, 3, 16, 16), rank=256, num_tasks=8).generated_shape
@@ -148,7 +148,8 @@ def plan_layout(
 
 
 def at_rank(layout: Layout, rank: int, num_tasks: int, inner_rank: int | None = None) -> Layout:
-    """The layout of a matrix at an asked rank: by the rank rule, or whole where that costs no more numbers."""
+    """Return the layout of a matrix at a requested rank: by the rank rule, or whole where that costs no more
+    numbers."""
     if layout.kind != MATRIX:
         return layout
     effective = effective_rank(rank, layout.rows, layout.columns)

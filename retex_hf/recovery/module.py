@@ -1,5 +1,5 @@
-"""The recovery module as the paper parameterises it: one task embedding, one linear generator and one shared factor
-per parameter tensor (per shape, with shared layers), and for the affine variant one scale per task and tensor."""
+"""The recovery module as the paper parameterises it: one task embedding, one linear generator and one shared factor per
+parameter tensor (per shape, with shared layers), and for the affine variant one scale per task and tensor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TASK_EMBEDDING = "task_embedding"
 class OffsetGenerator(nn.Module):
     """Predicts the offset of one parameter from a task embedding: `reshape(e @ weight + bias) @ shared`.
 
-    `weight` is kept as (d_emb, numbers of G_t), the transpose of `nn.Linear`, so that one task's factor is one
+    `weight` is stored as (d_emb, numbers of G_t), the transpose of `nn.Linear`, so that one task's factor is one
     contiguous row. `inner` is ReTeX-E's second shared factor. The closed form needs no bias while the embedding is as
-    wide as there are tasks (`bias=None`).
+    wide as the number of tasks (`bias=None`).
 
-    The tensors may be stored narrower than float32 (`stored_as`), in int8 with a `scale` per row beside them:
-    `generated` and `factor` give float32 values whatever the storage.
+    The tensors may be stored narrower than float32 (`stored_as`), for int8 with a `scale` per row: `generated` and
+    `factor` return float32 values in every case.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class OffsetGenerator(nn.Module):
 
     @classmethod
     def of_parts(cls, layout: Layout, parts: Mapping[str, Tensor]) -> OffsetGenerator:
-        """A generator of tensors as they are stored, by name."""
+        """Create a generator from its stored tensors by name."""
         return cls(layout, **{**dict.fromkeys(PARTS), **parts})
 
     @classmethod
     def initialised(cls, layout: Layout, embedding_dim: int) -> OffsetGenerator:
-        """The starting point of training: `nn.Linear`'s own initialisation, and offsets of zero."""
+        """Create the starting point of training: `nn.Linear`'s own initialisation, and offsets of zero."""
         linear = nn.Linear(embedding_dim, torch.Size(layout.generated_shape).numel())
-        if layout.shared_shape is None:  # no shared factor to be zero, so the generator is
+        if layout.shared_shape is None:  # without a shared factor, zero the generator instead
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
         shared = None if layout.shared_shape is None else torch.zeros(layout.shared_shape)
@@ -63,22 +63,23 @@ class OffsetGenerator(nn.Module):
         return cls(layout, linear.weight.detach().T.contiguous(), linear.bias.detach(), shared, inner)
 
     def stored_as(self, dtype: str) -> OffsetGenerator:
-        """The same generator with its tensors stored as `RetexConfig.recovery_dtype` names it."""
+        """Return the same generator with its tensors stored as a `RetexConfig.recovery_dtype`."""
         parts = {part: tensor.detach() for part in PARTS if (tensor := self.factor(part)) is not None}
         return OffsetGenerator.of_parts(self.layout, encode_parts(self.layout, parts, dtype))
 
     def factor(self, part: str) -> Tensor | None:
-        """The float32 values of `"shared"` (S), `"inner"` (B), `"weight"` or `"bias"`; None where there is none."""
+        """Return the float32 values of `"shared"` (S), `"inner"` (B), `"weight"` or `"bias"`; None where there is
+        none."""
         stored = self._parameters[part]
         return None if stored is None else decode(stored, self._parameters.get(part + SCALE))
 
     def generated(self, embedding: Tensor) -> Tensor:
-        """The generated factor for an embedding."""
+        """Return the generated factor for an embedding."""
         combined = _combine_rows(embedding, self.weight, self._parameters.get("weight" + SCALE))
         return self._with_bias(combined).view(self.layout.generated_shape)
 
     def generated_row(self, row: int) -> Tensor:
-        """The generated factor for the embedding that is 1 at `row` and 0 elsewhere."""
+        """Return the generated factor for the embedding that is 1 at `row` and 0 elsewhere."""
         scale = self._parameters.get("weight" + SCALE)
         taken = decode(self.weight[row], None if scale is None else scale[row])
         return self._with_bias(taken).view(self.layout.generated_shape)
@@ -90,7 +91,7 @@ class OffsetGenerator(nn.Module):
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
 
     def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
-        """`base + offset`, in the dtype and on the device of `base`; into `out` if given."""
+        """Return `base + offset`, in the dtype and on the device of `base`; write it into `out` if given."""
         parts = (self.generated(embedding), self.factor("shared"), self.factor("inner"))
         beside = (None if part is None else part.to(base.device, base.dtype) for part in parts)
         return self.layout.added(base, *beside, out=out)
@@ -135,13 +136,13 @@ class RecoveryModule(nn.Module):
         self.generators = nn.ModuleDict()
         keys: dict[int, str] = {}
         for name, generator in generators.items():
-            # nn.ModuleDict does not take names with dots. A shared generator goes by the first of its names.
+            # nn.ModuleDict does not allow dots in names. A shared generator is stored under the first of its names.
             key = keys.setdefault(id(generator), name.replace(".", "/"))
             self._keys[name] = key
             self.generators[key] = generator
         self.scales = nn.ModuleDict({name.replace(".", "/"): scale for name, scale in (scales or {}).items()})
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
-            self.requires_grad_(False)  # what is stored narrower is final
+            self.requires_grad_(False)  # narrower storage cannot be trained
 
     @classmethod
     def from_solutions(
@@ -151,10 +152,11 @@ class RecoveryModule(nn.Module):
         embedding_dim: int | None = None,
         basis: Tensor | None = None,
     ) -> RecoveryModule:
-        """The module at the closed-form optimum.
+        """Create the module at the closed-form optimum.
 
-        One-hot embeddings and generator row t = `vec(G_t)`; or, for a narrow embedding, the `basis` the solutions were
-        found with, whose first column is the bias. Names that map to one solution share its generator.
+        Embeddings are one-hot and generator row t is `vec(G_t)`; or, for a narrow embedding, they come from the `basis`
+        that the solutions were found with, whose first column is the bias. Names that map to one solution share its
+        generator.
         """
         groups: dict[int, list[str]] = {}
         for name, solution in solutions.items():
@@ -171,7 +173,7 @@ class RecoveryModule(nn.Module):
 
     @classmethod
     def from_tensors(cls, units: Mapping[tuple[str, ...], Layout], tensors: Mapping[str, Tensor]) -> RecoveryModule:
-        """The module over tensors as `recovery_tensors` names them; none of them is copied."""
+        """Create the module around tensors named as by `recovery_tensors`, without copying them."""
         generators, scales = {}, {}
         for unit, layout in units.items():
             parts = {part: f"{unit[0]}.{part}" for part in (*PARTS, *(part + SCALE for part in PARTS))}
@@ -185,7 +187,7 @@ class RecoveryModule(nn.Module):
 
     @torch.no_grad()
     def write_embedding(self, basis: Tensor | None) -> None:
-        """Put the embeddings of the closed form in place: one-hot, or those of a narrow `basis`."""
+        """Write the embeddings of the closed form: one-hot, or those of a narrow `basis`."""
         embedding = torch.eye(*self.task_embedding.shape) if basis is None else basis[:, 1:]
         self.task_embedding.copy_(embedding)
 
@@ -193,7 +195,7 @@ class RecoveryModule(nn.Module):
     def write(
         self, names: Sequence[str], solution: Solution, basis: Tensor | None = None, dtype: str = "float32"
     ) -> None:
-        """Put a solution in place, for the parameters that share it; `dtype` is how the factors are stored."""
+        """Write a solution for the parameters that share it; `dtype` is how the factors are stored."""
         generator, embedding_dim = self[names[0]], self.task_embedding.shape[1]
         weight, bias = _generator_rows(solution.generated, embedding_dim, basis)
         parts = zip(PARTS, (weight, bias, solution.shared, solution.inner), strict=True)
@@ -209,14 +211,14 @@ class RecoveryModule(nn.Module):
 
     @torch.no_grad()
     def write_whole(self, name: str, task: int, difference: Tensor, dtype: str = "float32") -> None:
-        """Put one task's difference in place, for a parameter that is not factored."""
+        """Write one task's difference, for a parameter that is not factored."""
         generator = self[name]
         row = {"weight": difference.reshape(1, -1).float()}
         for part, tensor in encode_parts(generator.layout, row, dtype).items():
             generator.get_parameter(part)[task] = tensor[0]
 
     def tensors_of(self, names: Sequence[str]) -> list[Tensor]:
-        """All tensors that belong to parameters which share a generator."""
+        """Return all tensors that belong to parameters which share a generator."""
         scales = [scale for name in names if (scale := self.scale(name)) is not None]
         return [parameter for module in (self[names[0]], *scales) for parameter in module.parameters()]
 
@@ -230,7 +232,7 @@ class RecoveryModule(nn.Module):
         shared_layers: bool = False,
         affine: bool = False,
     ) -> RecoveryModule:
-        """The starting point of training, as in the paper; gammas start at 1."""
+        """Create the starting point of training, as in the paper; gammas start at 1."""
         embedding_dim = embedding_dim or num_tasks
         made: dict[Layout, OffsetGenerator] = {}
         generators = {}
@@ -246,13 +248,13 @@ class RecoveryModule(nn.Module):
         return self.task_embedding.shape[0]
 
     def without(self, names: Iterable[str]) -> RecoveryModule:
-        """The same recovery, with the given parameters left at their merged value."""
+        """Return the same recovery, with the given parameters left at their merged value."""
         kept = [name for name in self if name not in set(names)]
         scales = {name: scale for name in kept if (scale := self.scale(name)) is not None}
         return RecoveryModule(self.task_embedding.detach(), {name: self[name] for name in kept}, scales)
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the recovered parameters."""
+        """Iterate over the names of the recovered parameters."""
         return iter(self._keys)
 
     def __len__(self) -> int:
@@ -265,24 +267,25 @@ class RecoveryModule(nn.Module):
         return self.generators[self._keys[name]]
 
     def generator_name(self, name: str) -> str:
-        """The name a parameter's generator is stored under: its own, or that of the first layer that shares it."""
+        """Return the name a parameter's generator is stored under: its own, or that of the first layer that shares
+        it."""
         return self._keys[name].replace("/", ".")
 
     def scale(self, name: str) -> ScaleGenerator | None:
-        """The affine variant's scale generator of a parameter."""
+        """Return the affine variant's scale generator of a parameter."""
         return self.scales._modules.get(name.replace(".", "/"))
 
     def embed(self, weights: Tensor) -> Tensor:
-        """The embedding of a mixture of tasks (one-hot for a single task)."""
+        """Return the embedding of a mixture of tasks (one-hot for a single task)."""
         return weights @ self.task_embedding
 
     def offset(self, name: str, embedding: Tensor) -> Tensor:
-        """The low-rank offset of one parameter, float32."""
+        """Return the low-rank offset of one parameter in float32."""
         return self[name](embedding)
 
     def recover(self, name: str, merged: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
-        """A recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better, beside
-        `merged`; into `out` (of that dtype) if given."""
+        """Return a recovered parameter: `merged + offset`, or `gamma * merged + offset`, in float32 or better, on the
+        device of `merged`; write it into `out` (of that dtype) if given."""
         merged = merged.to(torch.promote_types(merged.dtype, torch.float32))
         scale = self.scale(name)
         if scale is not None:
@@ -290,12 +293,13 @@ class RecoveryModule(nn.Module):
         return self[name].added_to(merged, embedding, out)
 
     def forward(self, weights: Tensor) -> dict[str, Tensor]:
-        """All offsets of a mixture of tasks."""
+        """Return all offsets of a mixture of tasks."""
         embedding = self.embed(weights)
         return {name: self.offset(name, embedding) for name in self}
 
     def stored_as(self, dtype: str) -> RecoveryModule:
-        """The same module with its factors stored as `RetexConfig.recovery_dtype` names it; narrower ones are final."""
+        """Return the same module with its factors stored as a `RetexConfig.recovery_dtype`; narrower ones cannot be
+        trained."""
         if dtype == "float32":
             return self
         stored = {key: generator.stored_as(dtype) for key, generator in self.generators.items()}
@@ -324,9 +328,9 @@ def recovery_tensors(
     affine: bool,
     dtype: str = "float32",
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a recovery module, under the names it is stored by.
+    """Return the shape and dtype of every tensor of a recovery module, by its stored name.
 
-    `units` are the parameters that share a generator, with its layout; the generator goes by the first name.
+    `units` maps the parameters that share a generator to its layout; the generator is stored under the first name.
     """
     wanted = {TASK_EMBEDDING: ((num_tasks, embedding_dim), torch.float32)}
     for unit, layout in units.items():
@@ -339,7 +343,7 @@ def recovery_tensors(
 
 
 def _generator_rows(generated: Tensor, embedding_dim: int, basis: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A generator's weight (d_emb, numbers) and bias from the solver's rows."""
+    """Return a generator's weight (d_emb, numbers) and bias from the solver's rows."""
     if basis is not None:
         return generated[1:].contiguous(), generated[0] * basis[0, 0].float()
     if embedding_dim == len(generated):
@@ -348,7 +352,7 @@ def _generator_rows(generated: Tensor, embedding_dim: int, basis: Tensor | None)
 
 
 def one_hot_row(embedding: Tensor) -> int | None:
-    """Where an embedding is 1, if it is 0 elsewhere."""
+    """Return the index at which an embedding is 1, if it is 0 elsewhere; else None."""
     rows = embedding.nonzero().flatten().tolist()
     return rows[0] if len(rows) == 1 and embedding[rows[0]] == 1 else None
 
@@ -356,7 +360,7 @@ def one_hot_row(embedding: Tensor) -> int | None:
 def _combine_rows(embedding: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and (embedding.requires_grad or weight.requires_grad):
         return embedding @ decode(weight, scale)
-    # The closed form's embeddings are one-hot: read the rows that count, not the tasks that do not.
+    # The closed form's embeddings are one-hot: read only the rows with a nonzero weight.
     row = one_hot_row(embedding)
     if row is not None:
         return decode(weight[row], None if scale is None else scale[row])

@@ -1,7 +1,7 @@
-"""How factors are stored: as floats of some width, or as int8 with one scale per row. Arithmetic is in float32 always.
+"""Storage of factors: as floats of some width, or quantised to int8 with one scale per row. Arithmetic is in float32.
 
-Only what is large is stored narrow: the factors of matrices, and differences kept whole. Vectors, task embeddings and
-gammas are few numbers and stay float32.
+Only large tensors are stored narrow: the factors of matrices, and differences stored whole. Vectors, task embeddings
+and gammas are few numbers and stay float32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .layout import MATRIX, VECTOR, Layout
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INT8 = "int8"
 LARGEST_CODE = 127
-# One scale per row costs as much as two codes; half a per cent of precision is plenty for it.
+# One scale per row costs as much as two codes; its relative precision of half a per cent suffices.
 SCALE_DTYPE = torch.bfloat16
 SCALE = "_scale"
-# Rows of differences kept whole are joined until they hold this many numbers (a 3 x 3 kernel has rows of three).
+# Rows of differences stored whole are joined until they hold this many numbers (a 3 x 3 kernel has rows of three).
 SHORTEST_ROW = 32
 
 
 def encode(values: Tensor, dtype: str, row: int) -> tuple[Tensor, Tensor | None]:
-    """Numbers as they are stored, and for int8 the scale of every `row` of them along the last axis.
+    """Return numbers as they are stored, and for int8 the scale of every `row` of them along the last axis.
 
     >>> import torch
     >>> from retex_hf.recovery.quantize import encode
@@ -38,20 +38,20 @@ def encode(values: Tensor, dtype: str, row: int) -> tuple[Tensor, Tensor | None]
         return values.to(FLOATS[dtype]), None
     rows = values.float().unflatten(-1, (-1, row))
     scale = (rows.abs().amax(-1, keepdim=True) / LARGEST_CODE).to(SCALE_DTYPE)
-    # The codes are of the scale as it is stored; a row of zeros has scale zero, and codes of zero.
+    # The codes use the scale as stored; a row of zeros has scale zero, and codes of zero.
     codes = torch.where(scale > 0, rows / scale.float(), 0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)
 
 
 def decode(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """The float32 values of stored numbers."""
+    """Return the float32 values of stored numbers."""
     if scale is None:
         return stored.float()
     return (stored.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)).flatten(-2)
 
 
 def encode_parts(layout: Layout, parts: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """A generator's tensors (`weight`, `bias`, `shared`, `inner`) as they are stored, with their scales."""
+    """Return a generator's tensors (`weight`, `bias`, `shared`, `inner`) as they are stored, with their scales."""
     if layout.kind == VECTOR:
         return dict(parts)
     stored = {}
@@ -70,7 +70,7 @@ def encode_parts(layout: Layout, parts: Mapping[str, Tensor], dtype: str) -> dic
 def stored_parts(
     layout: Layout, embedding_dim: int, bias: bool, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that a generator is stored as."""
+    """Return the shape and dtype of every tensor that a generator is stored as."""
     numbers = prod(layout.generated_shape)
     shapes = {
         "weight": (embedding_dim, numbers),
@@ -91,7 +91,7 @@ def stored_parts(
 
 
 def _row_length(layout: Layout, part: str) -> int:
-    """How many numbers share a scale: a row of `G_t`, of `S` or of `B`."""
+    """Return how many numbers share a scale: a row of `G_t`, of `S` or of `B`."""
     if part == "shared":
         return layout.shared_shape[-1]
     if part == "inner":

@@ -1,4 +1,4 @@
-"""Distributions over task weights that soft training draws mixtures from (the paper compares three)."""
+"""Distributions over task weights for the mixtures of soft training (the paper compares three)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def sample_weights(
     method: str | dict[str, Any] | None, count: int, num_tasks: int, generator: torch.Generator
 ) -> Tensor:
-    """Mixing weights (count, T): one-hot and uniform over tasks for None, else as `RetexConfig.soft_training` says.
+    """Draw mixing weights (count, T): one-hot and uniform over tasks for None, else by `RetexConfig.soft_training`.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> sample_weights({"method": "dirichlet", "alpha": 1.0}, 1000, 4, generator).sum(1).allclose(torch.ones(1000))

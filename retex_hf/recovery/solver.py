@@ -1,4 +1,4 @@
-"""The exact path over all parameters: which layouts, which variant, how many passes."""
+"""The exact solution for all parameters: layouts, variants and passes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_layouts(
     progress: bool = True,
     store: Store | None = None,
 ) -> dict[str, Layout]:
-    """The layout of every parameter: by the rank rule, or by a budget over all of them."""
+    """Return the layout of every parameter: by the rank rule, or by a budget over all of them."""
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
     if config.rank_budget is None:
         return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
@@ -61,7 +61,7 @@ def plan_layouts(
 def ruled_layouts(
     shapes: Mapping[str, tuple[int, ...]], config: RetexConfig, num_tasks: int, convolutions: frozenset[str]
 ) -> dict[str, Layout]:
-    """The layouts that the rank rule gives to parameters of these shapes."""
+    """Return the layouts that the rank rule gives to parameters of these shapes."""
     return {
         name: plan_layout(
             shape,
@@ -84,9 +84,9 @@ def solve_all(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> tuple[RecoveryModule, dict[str, float]]:
-    """The recovery module at its optimum, and the relative error it leaves in every parameter.
+    """Return the recovery module at its optimum, and the relative error it leaves in every parameter.
 
-    Solutions go into the tensors of `store` as they are found, stored as `dtype`; none is kept besides.
+    Solutions are written to the tensors of `store` as they are found, stored as `dtype`; no other copy is kept.
     """
     tasks = targets.num_tasks
     moments = soft_moments(config, tasks)
@@ -120,13 +120,13 @@ def solve_all(
         costs, work, accelerator, "Solving", progress, store=store, written=lambda unit: recovery.tensors_of(unit)
     )
     if moments is not None or dtype != "float32":
-        # The solver's residual is that of mixtures, under soft training, and knows nothing of narrow storage.
+        # The solver's residual is that of mixtures under soft training, and ignores the rounding of narrow storage.
         return recovery, relative_errors(targets, recovery)
     return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy) in found.items() for name in unit}
 
 
 def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: str) -> list[float]:
-    """Differences that are stored whole need not all be in memory at once, as `solve` would have them."""
+    """Write differences that are stored whole, one task at a time: `solve` would hold them all in memory."""
     energy = 0.0
     for task in range(targets.num_tasks):
         difference = targets.difference(task, name)
@@ -146,11 +146,11 @@ def _narrow_basis(
     progress: bool,
     store: Store,
 ) -> Tensor:
-    """The basis of a task embedding narrower than the number of tasks: alternate between it and the factors.
+    """Return the basis of a task embedding narrower than the number of tasks: alternate between it and the factors.
 
     The embedding is common to all parameters, so it is chosen from the Gram matrix of all tasks' factors, summed over
-    parameters. Both half-steps are closed forms, so the loss falls until nothing changes. Of the solutions only their
-    losses and Gram matrices are kept.
+    parameters. Both half-steps are closed forms, so the loss falls until nothing changes. Only the losses and Gram
+    matrices of the solutions are kept.
     """
     basis, best = None, None
     for number in range(NARROW_PASSES + 1):
@@ -172,7 +172,7 @@ def _narrow_basis(
 
 
 def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
-    """Gram matrix over tasks of the free factors `D_t S^T`."""
+    """Return the Gram matrix over tasks of the free factors `D_t S^T`."""
     layout = solution.layout
     differences = targets.differences(name)
     if layout.kind != MATRIX:
@@ -182,7 +182,7 @@ def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
         reversed_order = layout.order == SHARED_FIRST
         shared = shared[..., :rank].mT if reversed_order else shared[:, :rank].mT
         rows = []
-        while differences:  # one at a time in float64, and gone when it is done
+        while differences:  # only one at a time is in float64, and it is freed afterwards
             stack = differences.pop(0).reshape(layout.stacked_shape).double()
             rows.append((shared @ stack if reversed_order else stack @ shared).flatten())
     kernel = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
@@ -205,7 +205,7 @@ def _solve_unit(
 
 
 def soft_moments(config: RetexConfig, num_tasks: int) -> Tensor | None:
-    """`E[w w^T]` of the mixtures that soft training draws; None for single tasks."""
+    """Return `E[w w^T]` of the mixtures that soft training draws; None for single tasks."""
     if config.soft_training is None:
         return None
     options = config.soft_training if isinstance(config.soft_training, dict) else {"method": config.soft_training}
@@ -213,14 +213,14 @@ def soft_moments(config: RetexConfig, num_tasks: int) -> Tensor | None:
         return dirichlet_moments(num_tasks, options.get("alpha", 1.0))
     generator = torch.Generator().manual_seed(0)
     moments = sampled_moments(sample_weights(config.soft_training, MOMENT_SAMPLES, num_tasks, generator))
-    # All tasks are drawn alike, so the true moments have one value on the diagonal and one off it.
+    # The distribution is symmetric in the tasks, so the true moments have one value on the diagonal and one off it.
     diagonal = moments.diagonal().mean()
     other = (1 / num_tasks - diagonal) / max(num_tasks - 1, 1)
     return torch.eye(num_tasks, dtype=torch.float64) * (diagonal - other) + other
 
 
 def group_layouts(layouts: Mapping[str, Layout], share_layers: bool) -> dict[tuple[str, ...], Layout]:
-    """What is solved together, and its layout: single parameters, or all of one layout."""
+    """Return the groups that are solved together, with their layouts: single parameters, or all of one layout."""
     if not share_layers:
         return {(name,): layout for name, layout in layouts.items()}
     groups: dict[Layout, list[str]] = {}
@@ -230,7 +230,8 @@ def group_layouts(layouts: Mapping[str, Layout], share_layers: bool) -> dict[tup
 
 
 def _cost(layout: Layout, num_tasks: int) -> float:
-    """Cost of a solve in float64 multiplications, roughly: half a Gram matrix, float32 factors, eigenvectors."""
+    """Return the approximate cost of a solve in float64 multiplications: half a Gram matrix, float32 factors,
+    eigenvectors."""
     if layout.kind != MATRIX:
         return num_tasks * math.prod(layout.shape)
     rows, columns = (layout.columns, layout.rows) if layout.order == SHARED_FIRST else (layout.rows, layout.columns)
@@ -240,7 +241,7 @@ def _cost(layout: Layout, num_tasks: int) -> float:
 
 @torch.no_grad()
 def relative_errors(targets: Targets, recovery: RecoveryModule) -> dict[str, float]:
-    """Per parameter, the norm of what recovery misses over the norm of the differences, all tasks together."""
+    """Return, per parameter, the norm of what recovery misses over the norm of the differences, all tasks together."""
     errors = {}
     embeddings = recovery.task_embedding.cpu()
     for name in recovery:

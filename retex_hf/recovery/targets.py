@@ -1,4 +1,4 @@
-"""What recovery is fitted to: the experts' tensors and the merged ones, read one parameter at a time."""
+"""The tensors that recovery is fitted to: the experts' and the merged ones, read one parameter at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ExpertTensors(Protocol):
-    """Where the experts' tensors come from (memory-mapped files, as a rule)."""
+    """The source of the experts' tensors (memory-mapped files, as a rule)."""
 
     @property
     def tasks(self) -> list[str]: ...
@@ -21,7 +21,7 @@ class ExpertTensors(Protocol):
 
 @dataclass
 class Targets:
-    """The experts beside the merged model.
+    """The experts and the merged model.
 
     `names` are the parameters to recover: those in which some expert differs from the merge. `expert_numbers` is how
     many numbers one expert stores, all parameters included.
@@ -37,29 +37,30 @@ class Targets:
         return len(self.experts.tasks)
 
     def expert(self, task: int, name: str) -> Tensor:
-        """One expert's tensor, in float32 or better, on the device that computes."""
+        """Return one expert's tensor, in float32 or better, on the device that computes."""
         return _wide(self.experts.read_expert(self.experts.tasks[task], name))
 
     def merged_beside(self, expert: Tensor, name: str) -> Tensor:
-        """The merged tensor, in float32 or better, on the device of an expert's: it lies where results are written."""
+        """Return the merged tensor, in float32 or better, on the device of an expert's: it is stored where results are
+        written."""
         return _wide(self.merged[name].to(expert.device))
 
     def all_experts(self, name: str) -> list[Tensor]:
         return [self.expert(task, name) for task in range(self.num_tasks)]
 
     def difference(self, task: int, name: str) -> Tensor:
-        """`D_t = W_t - W_merged` of one task."""
+        """Return `D_t = W_t - W_merged` of one task."""
         expert = self.expert(task, name)
         return expert - self.merged_beside(expert, name)
 
     def differences(self, name: str) -> list[Tensor]:
-        """`D_t = W_t - W_merged` of every task."""
+        """Return `D_t = W_t - W_merged` of every task."""
         experts = self.all_experts(name)
         merged = self.merged_beside(experts[0], name)
         return [expert - merged for expert in experts]
 
     def mixed_difference(self, name: str, weights: Tensor) -> Tensor:
-        """`sum_t w_t D_t`; only the experts that count are read."""
+        """Return `sum_t w_t D_t`; read only the experts with a nonzero weight."""
         tasks = weights.nonzero().flatten().tolist()
         if len(tasks) == 1 and weights[tasks[0]] == 1:
             return self.difference(tasks[0], name)

@@ -1,8 +1,7 @@
-"""The paper's path: learn the recovery module with Adam from the experts' parameters alone, on accelerate.
+"""Training of the recovery module as in the paper: with Adam, from the experts' parameters alone, on accelerate.
 
 Every optimizer step draws `batch_size` task weights from a generator seeded by the step's number, and every process
-takes its share of them. So losses do not depend on the number of processes, and a resumed run draws what it would have
-drawn.
+takes its share of them. So losses do not depend on the number of processes, and a resumed run makes the same draws.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .targets import Targets
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
-MOST_DRAWS = 65_536  # of task weights in a step, all of which are held
+MOST_DRAWS = 65_536  # limit on task weights per step, which are all held in memory
 STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
 
 
@@ -48,16 +47,16 @@ class TrainingConfig:
 
     Args:
         steps: Optimizer steps on single tasks.
-        soft_steps: Further steps on mixtures drawn as `RetexConfig.soft_training` says (the paper's second stage).
-        learning_rate: Peak of the cosine schedule.
-        warmup_steps: Linear warm-up.
+        soft_steps: Further steps on mixtures drawn by `RetexConfig.soft_training` (the paper's second stage).
+        learning_rate: Peak learning rate of the cosine schedule.
+        warmup_steps: Steps of linear warm-up.
         batch_size: Task weights per optimizer step, over all processes and accumulation steps.
-        max_grad_norm: Clip the gradient's norm, or None.
+        max_grad_norm: Norm to which gradients are clipped, or None.
         objective: `"l2"`, `"cosine"` (between the offsets and the differences) or `"cosine_l2"`, their sum.
         l2_weight: Lambda of `"cosine_l2"`.
         initialise: `"paper"` (random generators, zero shared factors) or `"closed_form"` (the exact optimum).
-        seed: Of the initialisation and of the draws.
-        checkpoint_dir: Where the state is saved, and resumed from if it is there already.
+        seed: Seed of the initialisation and of the draws.
+        checkpoint_dir: Folder where the state is saved, and from which it is resumed if it exists.
         checkpoint_every: Steps between two saves.
         log_every: Steps between two records (and trackers' logs); a record is the mean since the last one.
 
@@ -102,7 +101,7 @@ class TrainingConfig:
 
 @dataclass
 class History:
-    """What happened during training: one record per `log_every` steps."""
+    """The course of training: one record per `log_every` steps."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -117,7 +116,7 @@ class RecoveryLoss(nn.Module):
         self.training_config = training
 
     def forward(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Summed objective, squared error and energy of a batch of task weights (n, T)."""
+        """Return the summed objective, squared error and energy of a batch of task weights (n, T)."""
         rows = [self._one(row) for row in weights]
         losses, squares, energies = (torch.stack(part).sum() for part in zip(*rows, strict=True))
         return losses, squares.detach(), energies
@@ -140,7 +139,7 @@ class RecoveryLoss(nn.Module):
                 norm = norm + predicted.square().sum()
         if self.training_config.objective == "l2":
             return square, square, energy
-        # At the start all offsets are zero and have no direction; eps lets the gradient point the right way.
+        # At the start all offsets are zero and have no direction; eps keeps the gradient well defined.
         cosine = 1 - dot / ((norm + 1e-12).sqrt() * (energy + 1e-12).sqrt())
         extra = self.training_config.l2_weight * square if self.training_config.objective == "cosine_l2" else 0.0
         return cosine + extra, square, energy
@@ -156,10 +155,10 @@ def train(
     history: History | None = None,
     keep_state: bool = False,
 ) -> RecoveryModule:
-    """Train a recovery module; resumes from `checkpoint_dir` if a state is there.
+    """Train a recovery module; resume from `checkpoint_dir` if a state is there.
 
-    With `keep_state` the state at the end stays there, for a caller who has yet to bring the result to the disk and
-    then calls `clear_state`.
+    With `keep_state` the final state stays there, for a caller who first writes the result to disk and then calls
+    `clear_state`.
     """
     accelerator = accelerator or Accelerator()
     if training.soft_steps and config.soft_training is None:
@@ -169,19 +168,19 @@ def train(
     recovery = _initial(targets, layouts, config, training, accelerator, progress)
     if not layouts:
         return recovery  # no expert differs from the merge
-    whole = deepcopy(recovery).to("meta")  # the module's form, for when its parameters are sharded
+    whole = deepcopy(recovery).to("meta")  # the module's structure, for when its parameters are sharded
     if accelerator.distributed_type in SHARDED:
         _give_axes(recovery)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # It clips by itself, at 1 unless its configuration says otherwise, and ignores the call below.
+        # DeepSpeed clips by itself, at 1 unless configured otherwise, and ignores the call below.
         accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = training.max_grad_norm or 0.0
     loss_module = RecoveryLoss(recovery, targets, training)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=training.learning_rate, fused=True)
     total = training.steps + training.soft_steps
     schedule = get_cosine_schedule_with_warmup(optimizer, training.warmup_steps, total)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
-    # Not prepared: accelerate would advance it once per process, but here a step is a step whatever their number. Nor
-    # registered with it: what is registered it reads as a pickle, which could run code.
+    # The schedule is not prepared, because accelerate would advance it once per process. Nor is it registered, because
+    # accelerate restores registered objects from a pickle, which could run code.
 
     history = history if history is not None else History()
     checkpoint = _Checkpoint(training, config, targets, accelerator, schedule)
@@ -202,7 +201,8 @@ def train(
         for part in mine.split(share):
             with accelerator.accumulate(loss_module), accelerator.autocast():
                 loss, square, energy = loss_module(part.to(accelerator.device))
-                # DDP averages over processes and accelerate over accumulation steps; together: the batch's mean.
+                # DDP averages over processes and accelerate over accumulation steps; together they give the batch's
+                # mean.
                 accelerator.backward(loss / share)
                 if accelerator.sync_gradients and training.max_grad_norm is not None:
                     accelerator.clip_grad_norm_(loss_module.parameters(), training.max_grad_norm)
@@ -258,7 +258,7 @@ def _initial(
 
 
 def _share(batch_size: int, accelerator: Accelerator) -> int:
-    """How many of a batch's draws one process takes per backward pass."""
+    """Return how many of a batch's draws one process takes per backward pass."""
     accumulation = accelerator.gradient_accumulation_steps
     parts = accelerator.num_processes * accumulation
     if batch_size % parts:
@@ -276,7 +276,7 @@ def _draw(method: Any, training: TrainingConfig, step: int, num_tasks: int) -> T
 
 @torch.no_grad()
 def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
-    """The affine variant's task-averaged gamma of every matrix; empty otherwise."""
+    """Return the affine variant's task-averaged gamma of every matrix; empty otherwise."""
     scales = {name: recovery.scale(name) for name in recovery if recovery[name].layout.kind == MATRIX}
     averages = {n: scale(recovery.task_embedding).mean() for n, scale in scales.items() if scale is not None}
     means = {name: _brought_together(average).item() for name, average in averages.items()}
@@ -284,7 +284,7 @@ def _gammas(recovery: RecoveryModule) -> dict[str, dict[str, float]]:
 
 
 def _give_axes(recovery: RecoveryModule) -> None:
-    """Make vectors of one number of parameters without axes, which FSDP2 and DeepSpeed refuse."""
+    """Turn scalar parameters, which FSDP2 and DeepSpeed refuse, into vectors of one number."""
     for module in recovery.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 0:
@@ -292,8 +292,8 @@ def _give_axes(recovery: RecoveryModule) -> None:
 
 
 def _gathered(accelerator: Accelerator, loss_module: nn.Module, whole: RecoveryModule) -> RecoveryModule:
-    """The whole recovery module on every process, on the CPU, whatever its parameters were sharded over."""
-    if accelerator.is_fsdp2:  # every process takes part in bringing each tensor together, and has it then
+    """Return the whole recovery module on every process, on the CPU, however its parameters were sharded."""
+    if accelerator.is_fsdp2:  # a collective operation: every process gathers each tensor
         state = {name: _brought_together(tensor) for name, tensor in loss_module.state_dict().items()}
     else:
         state = accelerator.get_state_dict(loss_module)
@@ -310,7 +310,7 @@ def _brought_together(tensor: Tensor) -> Tensor:
 
 
 class _Checkpoint:
-    """The state of a run in a folder: accelerate's own state, our progress, and what configuration it belongs to."""
+    """The state of a run in a folder: accelerate's own state, our progress, and the configuration it belongs to."""
 
     def __init__(
         self,
@@ -323,14 +323,14 @@ class _Checkpoint:
         self.state = _state_of(training)
         self.accelerator, self.schedule = accelerator, schedule
         settings = {k: v for k, v in asdict(training).items() if not k.startswith(("checkpoint_", "log_"))}
-        # Experts of the same names and shapes may be others, trained again.
+        # Experts of the same names and shapes may have been trained again.
         experts = {} if self.state is None else {task: _digest(targets, task) for task in targets.experts.tasks}
         shapes = {name: list(targets.merged[name].shape) for name in targets.names}
         values = {"training": settings, "config": config.to_dict(), "shapes": shapes, "experts": experts}
         self.identity = json.loads(json.dumps(values))
 
     def save(self, step: int, history: History) -> None:
-        """Written beside the previous state and moved into place, so that one whole state is always there."""
+        """Write the state beside the previous one and move it into place, so that one complete state always exists."""
         if self.state is None:
             return
         with together(self.accelerator, lambda: replacing(self.state, ("*",))) as scratch:
@@ -342,14 +342,14 @@ class _Checkpoint:
                 (scratch / PROGRESS_NAME).write_text(json.dumps(values), encoding="utf-8")
 
     def resume(self, history: History) -> int:
-        """Load the newest whole state; returns the number of steps done."""
+        """Load the newest complete state; return the number of steps done."""
         if self.state is None or not self.state.parent.is_dir():
             return 0
         state = check_target(self.state)
         if not (state / PROGRESS_NAME).is_file():
             return 0
         check_plain(state)
-        values = read_json(state / PROGRESS_NAME, RetexError, infinite=True)  # a loss may be
+        values = read_json(state / PROGRESS_NAME, RetexError, infinite=True)  # a loss may be infinite
         kinds = {"step": int, "identity": dict, "records": list, "schedule": dict}
         for name, kind in kinds.items():
             if not isinstance(values.get(name), kind):
@@ -364,7 +364,7 @@ class _Checkpoint:
         try:
             self.accelerator.load_state(str(state))
             self.schedule.load_state_dict(values["schedule"])
-        except Exception as error:  # whatever a damaged or foreign file makes accelerate and torch raise
+        except Exception as error:  # a damaged or untrusted file may make accelerate and torch raise anything
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RetexError(
@@ -375,14 +375,14 @@ class _Checkpoint:
 
 
 def clear_state(training: TrainingConfig) -> None:
-    """The run is over, and its result is safe: a state to resume from would only mislead the next run."""
+    """Delete the state of a finished run whose result is saved: it would only mislead the next run."""
     state = _state_of(training)
     if state is not None and state.parent.is_dir():
         remove(state)
 
 
 def _state_of(training: TrainingConfig) -> Path | None:
-    """Return where the state of a run is kept; None where it is not."""
+    """Return the folder of a run's state; None where no state is kept."""
     return None if training.checkpoint_dir is None else check_target(training.checkpoint_dir) / STATE_NAME
 
 

@@ -1,4 +1,4 @@
-"""Dealing independent pieces of work out to processes, so that the result does not depend on their number."""
+"""Distribution of independent pieces of work to processes; the result does not depend on their number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def deal(costs: Mapping[Key, float], processes: int) -> dict[Key, int]:
-    """Give each piece to the process with the least work so far, largest pieces first."""
+    """Assign each piece to the process with the least work so far, largest pieces first."""
     loads = [0.0] * processes
     owners = {}
     for key in sorted(costs, key=lambda key: -costs[key]):
@@ -40,18 +40,19 @@ def run_dealt(
     store: Store | None = None,
     written: Callable[[Key], Sequence[Tensor]] | None = None,
 ) -> dict[Key, Value]:
-    """`{key: work(key)}` on every process; each key is worked on by one of them.
+    """Return `{key: work(key)}` on every process; one process works on each key.
 
     Without an accelerator (or with one process) this is a plain loop. All processes must call it together.
 
     Args:
-        costs: The keys, and what each costs.
-        work: Returns a value that JSON can hold. It may also fill tensors.
-        accelerator: Whose processes share the work.
-        description: Of the progress bar, and of this stage in the store.
+        costs: The keys, and the cost of each.
+        work: Function that returns a value that JSON can hold. It may also fill tensors.
+        accelerator: Accelerator whose processes share the work.
+        description: Name of the progress bar, and of this stage in the store.
         progress: Show a progress bar.
-        store: Remembers what is done; keys that it knows from an interrupted build are not worked on again.
-        written: The tensors that `work(key)` fills. They are sent to the other processes, unless all see the store's.
+        store: Store that records finished keys; those known from an interrupted build are not worked on again.
+        written: Function that returns the tensors that `work(key)` fills. They are sent to the other processes, unless
+            all share those of the store.
     """
     known = {} if store is None else store.finished(description)
     names = {key: json.dumps(key) for key in costs}

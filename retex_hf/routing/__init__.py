@@ -1,4 +1,4 @@
-"""Which expert does an input need? Features, signatures, decision."""
+"""Identification of the task, and so the expert, that an input needs: features, signatures, decision."""
 
 from .decision import Routing, decide
 from .features import Entry, FeatureExtractor

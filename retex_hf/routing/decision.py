@@ -1,4 +1,4 @@
-"""From residuals to a decision, and the record of it that travels with every output."""
+"""The decision from residuals, and the record of it that every output carries."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from ..config import routing_options
 from ..errors import InputError, shorten
 
-# What a temperature of practically nothing is taken for: dividing by less than this is dividing by zero.
+# Lower bound on the temperature, to avoid a division by zero.
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass
 class Routing:
-    """Which task each row was given to.
+    """The task that each row was routed to.
 
-    `task_ids` (rows,) and `tasks` (names) say the task, or under soft routing the likeliest; `weights` (rows, T) are
-    the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are there where the task was
-    identified from the input (with `signatures="weights"` a residual is minus the task's score); `num_labels` is the
-    width of each row's own head, where heads differ.
+    `task_ids` (rows,) and `tasks` (names) give the task, or under soft routing the likeliest; `weights` (rows, T) are
+    the mixing weights of soft recovery; `residuals` and `probabilities` (rows, T) are set where the task was identified
+    from the input (with `signatures="weights"` a residual is minus the task's score); `num_labels` is the width of each
+    row's own head, where heads differ.
 
-    `abstained` (rows,) is there where `RetexConfig.routing` says what becomes of far rows, and true for those: their
-    task is only the nearest. `weights` then say what was used: of a row that ran on the merged model, all are zero.
+    `abstained` (rows,) is set where `RetexConfig.routing` has `far`, and true for out-of-distribution rows: their task
+    is only the nearest. `weights` are then those actually used: all zero for a row that ran on the merged model.
 
     >>> import torch
     >>> from retex_hf.routing import decide
@@ -51,12 +51,12 @@ def decide(
     temperature: float,
     thresholds: Tensor | None = None,
 ) -> Routing:
-    """The task of smallest residual (of equal ones, the first); under soft routing the whole distribution
+    """Choose the task of smallest residual (the first among equals); under soft routing return the whole distribution
     `softmax(-R / temperature)`.
 
-    With `far` in `routing`, a row whose smallest residual exceeds the threshold of that task (T,) is far. So is a row
-    without finite residuals, if it is to run on the merged model: then it counts as infinitely far from every task,
-    and all are equally likely. Otherwise such a row is an error: no task is nearest to it.
+    With `far` in `routing`, abstain for a row whose smallest residual exceeds the threshold of that task (T,). Abstain
+    also for a row without finite residuals if `far` is "merged": its residuals count as infinite, and all tasks are
+    equally likely. Otherwise such a row is an error, because no task is nearest to it.
     """
     options = routing_options(routing)
     method, far = options["method"], options["far"]

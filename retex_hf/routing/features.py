@@ -1,4 +1,4 @@
-"""Features that identify a task: one module's output, pooled to one vector per row, the pass stopped right there."""
+"""Features that identify a task: one module's output, pooled to one vector per row; the forward pass stops there."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from ..rows import (
 from .axes import axes_by_size, axis_by_change
 from .pooling import Layout, pool_rows
 
-# Arguments of `forward` that say what to compute or return, not what the input is.
+# Arguments of `forward` that control what to compute or return, and are no inputs.
 NOT_INPUTS = frozenset(
     {"labels", "past_key_values", "use_cache", "cache_params", "cache_position", "return_dict", "return_loss",
      "logits_to_keep", "start_positions", "end_positions", "encoder_outputs"}
 )  # fmt: skip
 NOT_INPUT_PREFIXES = ("output_", "decoder_")
-# What `generate` and OpenCLIP's models call the input of their encoder.
+# Names that `generate` and OpenCLIP's models use for the input of their encoder.
 MAIN_INPUT_ALIASES = ("inputs", "image", "images")
-# Inputs that mean nothing alone.
+# Inputs that are meaningless on their own.
 ACCOMPANIMENT = frozenset({"attention_mask", "position_ids", "token_type_ids"})
 
 
-# Where a model drops positions by their content and pads the rest, what a row gives depends on the rows beside it.
+# If a model drops positions by their content and pads the rest, a row's output depends on the other rows.
 UNEVEN = "gives other numbers of positions to other rows of the same size"
 
 
 class _FeaturesReady(Exception):
-    """Ends a forward pass once the last wanted module has answered; its message is for a pass that escapes us."""
+    """Ends a forward pass once the last wanted module has run; its message is seen only if it escapes."""
 
 
 class Entry(nn.Module):
-    """What turns a model's inputs into features, called as a module whose parameters are all those of the model."""
+    """The part of a model that computes features, called as a module that holds all parameters of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Entry(nn.Module):
 
     @property
     def part(self) -> nn.Module:
-        """The part of the model that is called."""
+        """Return the part of the model that is called."""
         return self.model.get_submodule(self.path)
 
     def forward(self, **kwargs: Any) -> Any:
@@ -74,8 +74,8 @@ class Entry(nn.Module):
 
 @dataclass(frozen=True)
 class Layouts:
-    """What was found out about a kind of call: how its inputs belong to rows, where recorded outputs have them, and
-    the layout of each layer's output, or what is wrong with it."""
+    """Findings about a kind of call: how its inputs belong to rows, where recorded outputs have them, and the layout of
+    each layer's output, or the problem with it."""
 
     proof: Proof
     of_layers: Mapping[str, Layout | str]
@@ -83,7 +83,7 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a pass gave: features (rows, d) by layer, all outputs that were recorded, and whose they are."""
+    """The result of a pass: features (rows, d) by layer, all recorded outputs, and the rows they belong to."""
 
     features: dict[str, Tensor]
     outputs: dict[str, Any]
@@ -95,9 +95,9 @@ class Recorded:
 class FeatureExtractor:
     """Runs a model up to the last of the given modules and pools their outputs.
 
-    Where a module's output has the rows and the features is proven, once for every kind of call. The model must be this
-    extractor's own (a light copy of the merged model): its hooks stay in place, so that several threads can use one
-    extractor without adding and removing hooks under each other's feet.
+    The position of rows and features in a module's output is proven once for every kind of call. The model must be this
+    extractor's own (a light copy of the merged model): its hooks stay in place, so that several threads can share one
+    extractor without adding and removing hooks concurrently.
     """
 
     def __init__(
@@ -111,24 +111,25 @@ class FeatureExtractor:
         self.model, self.layers, self.pooling = model, layers, pooling
         self.entry = Entry(model)
         self.accepted = self.entry.accepted
-        # Of a dual encoder, texts do not go with the rows.
+        # The texts of a dual encoder are not matched to the rows.
         self._others = NOT_INPUTS | (TEXT_INPUTS if library_of(model).is_dual_encoder(model) else frozenset())
         named = getattr(self.entry.part, "main_input_name", ())
         named = [named] if isinstance(named, str) else list(named)
         self.main = [name for name in named if name in self.accepted] or self.accepted[:1]
-        # What was found out, which holds for the architecture, whatever the weights are.
+        # Findings, which depend on the architecture and not on the weights.
         self._known = {} if known is None else known
         self._modules = (*layers, *recorded)
         for name in {*layers, *recorded}:
             model.get_submodule(name).register_forward_hook(partial(_collect, name))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Pooled float32 features (rows, d) per layer."""
+        """Return pooled float32 features (rows, d) per layer."""
         return self.record(inputs).features
 
     @torch.no_grad()
     def record(self, inputs: Mapping[str, Any]) -> Recorded:
-        """The features, and the outputs of the feature layers and of the recorded modules before the last of them."""
+        """Return the features, and the outputs of the feature layers and of the recorded modules before the last of
+        them."""
         kwargs = self.select(inputs)
         rows, given = self._rows(kwargs)
         layouts = self._found(kwargs, rows, given)
@@ -150,12 +151,12 @@ class FeatureExtractor:
 
     @torch.no_grad()
     def layouts(self, inputs: Mapping[str, Any]) -> Mapping[str, Layout | str]:
-        """Where each layer's output has rows and features, or what is wrong with it."""
+        """Return where each layer's output has rows and features, or the problem with it."""
         kwargs = self.select(inputs)
         return self._found(kwargs, *self._rows(kwargs)).of_layers
 
     def collect(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Outputs of the modules that answer before the pass stops, by name."""
+        """Return the outputs of the modules that run before the pass stops, by name."""
         current, context = _Pass(self.layers), copy_context()
         context.run(_current.set, current)
         with suppress(_FeaturesReady):
@@ -163,7 +164,7 @@ class FeatureExtractor:
         return current.collected
 
     def select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that features depend on."""
+        """Return the inputs that features depend on."""
         kwargs = {
             name: value for name, value in inputs.items()
             if name in self.accepted and value is not None
@@ -178,27 +179,27 @@ class FeatureExtractor:
                 f"give {self.main[0]!r}, or name the task with task=."
             )
         if "inputs_embeds" in kwargs:
-            kwargs.pop("input_ids", None)  # `generate` takes both, `forward` one of them
+            kwargs.pop("input_ids", None)  # `generate` accepts both, `forward` only one of them
         if "use_cache" in self.accepted:
             kwargs["use_cache"] = False
         return self._begin_decoding(self._count_positions(kwargs))
 
     def _row_inputs(self, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the inputs that say how many rows there are, the best first."""
+        """Return the names of the inputs that tell how many rows there are, the best first."""
         names = (*library_of(self.model).row_inputs(self.model), *self.main, *kwargs)
         return tuple(
             name for name in names if name not in ACCOMPANIMENT and isinstance(kwargs.get(name), (Tensor, list))
         )
 
     def _rows(self, kwargs: Mapping[str, Any]) -> tuple[int, dict[str, Reading]]:
-        """How many rows a call has, and how its inputs may belong to them."""
+        """Return how many rows a call has, and the possible readings of its inputs."""
         rows = count_rows(kwargs, self._row_inputs(kwargs))
         if rows == 0:
             raise InputError("The batch has no rows.")
         return rows, readings(self.model, kwargs, rows, NOT_ROWS)
 
     def _begin_decoding(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Models that run their encoder and decoder in one ask for the decoder's input first, though no feature
+        """Add a decoder input for models that run encoder and decoder in one call and require it, though no feature
         depends on it."""
         if "decoder_input_ids" not in self.accepted:
             return kwargs
@@ -208,7 +209,7 @@ class FeatureExtractor:
         return {**kwargs, "decoder_input_ids": torch.full((rows, 1), first, device=device)}
 
     def _count_positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Positions that do not depend on left padding, where `generate` counts them so too."""
+        """Add positions that do not depend on left padding, as `generate` does."""
         mask, module = kwargs.get("attention_mask"), self.entry.part
         generates = hasattr(module, "can_generate") and module.can_generate()
         if not generates or "position_ids" not in self.accepted or "position_ids" in kwargs:
@@ -220,13 +221,14 @@ class FeatureExtractor:
     # ---- where rows and features are ---------------------------------------------------------------------------------
 
     def _found(self, kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Reading]) -> Layouts:
-        """What is known of this kind of call; two threads that come first both find it out, which changes nothing."""
+        """Return the findings for this kind of call; concurrent first calls may repeat the work, with the same
+        result."""
         kind = frozenset((name, value.ndim) for name, value in kwargs.items() if isinstance(value, Tensor))
         shape = pattern(kwargs, given)
         key = ("features", self._modules, kind, rows == 1, *given, shape)
         if key in self._known:
             return self._known[key]
-        # Where rows differ in what they have, a batch shows nothing of another, and each must be seen alone.
+        # Where rows have different inputs, one batch tells nothing about another, and each row must be run alone.
         found = self._find(kwargs, rows, given, None if shape is None else list(torch.arange(rows).split(1)))
         if len(given) == 1:
             self._known[key] = found
@@ -283,7 +285,7 @@ class FeatureExtractor:
         return axis_by_change(hidden_of, parameters, axes) if axes and parameters else None
 
     def _repeatable(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Collect outputs, models that draw numbers drawing the same every time."""
+        """Collect outputs with a fixed random seed, so that models that draw random numbers are repeatable."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.collect(call, kwargs)
@@ -291,18 +293,19 @@ class FeatureExtractor:
 
 @dataclass
 class _Pass:
-    """What must answer before a pass may stop, and what has answered so far: by name, because modules may be tied."""
+    """The layers that must run before a pass may stop, and the outputs so far: by name, because modules may be tied."""
 
     layers: list[str]
     collected: dict[str, Any] = field(default_factory=dict)
 
 
-# The pass that is running, in a context of its own: one extractor serves many threads.
+# The running pass, in a context of its own, because many threads share one extractor.
 _current: ContextVar[_Pass] = ContextVar("retex_feature_pass")
 
 
 def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-    """The hook of a module. It does not know its extractor: the two would keep each other, and the model, alive."""
+    """Record the output of a module (a forward hook). It holds no reference to its extractor, which would be a cycle
+    that keeps the model alive."""
     current = _current.get()
     current.collected[name] = output
     if all(layer in current.collected for layer in current.layers):
@@ -310,7 +313,8 @@ def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _sizes_of_rows(kwargs: Mapping[str, Any], rows: int) -> Hashable | None:
-    """The sizes of what a row has, where all rows have the same: other rows of these sizes must be treated alike."""
+    """Return the sizes of a row's inputs, where all rows have the same: other rows of these sizes must be treated
+    alike."""
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim > 0}
     if any(len(value) != rows for value in tensors.values()):
         return None
@@ -318,16 +322,16 @@ def _sizes_of_rows(kwargs: Mapping[str, Any], rows: int) -> Hashable | None:
 
 
 def _form_of_row(hidden: Tensor, layout: Layout) -> tuple[int, ...]:
-    """The shape of what a layer gives for one row, or each of the several entries that it has for one."""
+    """Return the shape of a layer's output for one row, or for each of several entries per row."""
     return tuple(size for axis, size in enumerate(hidden.shape) if axis != layout.rows.axis)
 
 
 def ordinary(value: Any) -> Any:
-    """A tensor made in inference mode has no place in a graph; its copy has."""
+    """Return a copy of a tensor created in inference mode, which autograd would refuse; other values unchanged."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def first_tensor(output: Any, path: str = "") -> tuple[str, Tensor | None]:
-    """The first tensor of real numbers in an output, and the path that leads to it."""
+    """Return the first floating-point tensor in an output, and the path that leads to it."""
     found = ((below, tensor) for below, tensor in leaves(output, path) if tensor.is_floating_point())
     return next(found, (path, None))

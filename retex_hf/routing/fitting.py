@@ -1,4 +1,4 @@
-"""From reference inputs to signatures, at the layer that tells tasks apart best."""
+"""Fit signatures to reference inputs, at the layer that separates tasks best."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_batches(batches: Any) -> Iterable[Any]:
 
 
 def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same batches, remembered as far as they are read."""
+    """Yield the same batches, and append those that are read to `seen`."""
     for batch in batches:
         seen.append(batch)
         yield batch
@@ -39,8 +39,8 @@ def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iter
 def trying(
     make: Callable[[list[str]], FeatureExtractor], candidates: Iterable[list[str]], sample: Mapping[str, Any]
 ) -> FeatureExtractor:
-    """An extractor of the layers that give features of a sample: those of the first list that has any. Layers that see
-    images only, of which a row may have none, are second to those that see all of a row."""
+    """Return an extractor of the layers that give features of a sample: those of the first list that has any. Prefer
+    layers that see all of a row to layers that see images only, of which a row may have none."""
     problems: dict[str, str] = {}
     second: list[str] = []
     for layers in candidates:
@@ -59,7 +59,7 @@ def trying(
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a batch."""
+    """Return the inputs of a batch."""
     return {name: value for name, value in batch.items() if name not in LABEL_NAMES}
 
 
@@ -71,14 +71,15 @@ def fit_signatures(
     rank: int | float,
     progress: bool = True,
 ) -> tuple[Signatures, dict[str, float]]:
-    """Signatures at the shallowest layer that identifies held-out references well, and how well each layer does.
+    """Fit signatures at the shallowest layer that identifies held-out references well; return them and the accuracy per
+    layer.
 
     Args:
-        make: Makes an extractor of layers.
+        make: Function that creates an extractor of layers.
         candidates: Lists of layers, which are tried in turn.
         references: Batches of every task.
-        num_reference: How many rows of each task are used.
-        rank: Of a task's subspace, as in `RetexConfig.signature_rank`.
+        num_reference: Number of rows used from each task.
+        rank: Rank of a task's subspace, as in `RetexConfig.signature_rank`.
         progress: Show a progress bar.
     """
     task, batches = next((task, iter(batches)) for task, batches in references.items())
@@ -100,7 +101,7 @@ def fit_signatures(
 def reference_features(
     extractor: FeatureExtractor, task: str, batches: Iterable[Mapping[str, Any]], wanted: int
 ) -> dict[str, Tensor]:
-    """Features of the first `wanted` rows; no batch beyond them is asked for."""
+    """Return the features of the first `wanted` rows; read no batch beyond them."""
     parts: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
     rows = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Which modules of a model features can be read from."""
+"""The modules of a model from which features can be read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NUMBER = re.compile(r"[0-9]+")
 
 
 def feature_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that features are read from first: the elements of the largest outermost block list where
-    the model's inputs become features."""
+    """Return the names of the blocks that features are read from first: the elements of the largest outermost block
+    list where the model's inputs become features."""
     return block_lists(model)[0]
 
 
 def block_lists(model: nn.Module) -> list[list[str]]:
-    """Names of the blocks of all lists of blocks: those where the model's inputs become features, the largest first,
-    then those elsewhere."""
+    """Return the block names of all block lists: first those where the model's inputs become features, the largest
+    first, then those elsewhere."""
     root = library_of(model).feature_root(model)
     prefix = next(name for name, module in model.named_modules() if module is root)
     found = [[f"{prefix}.{block}" if prefix else block for block in blocks] for blocks in _lists_of(root)]
@@ -39,7 +39,7 @@ def _lists_of(root: nn.Module) -> list[list[str]]:
             taken.append(name)
             lists.append((_size(module), [f"{name}.{child}" for child in _called(module)]))
     # Stages that are plain attributes (OpenCLIP's ResNet: layer1 ... layer4) outweigh any one list inside the root.
-    # Attributes of other names are no stages: a sequence beside a stem may be run element by element (FastViT).
+    # Attributes of other names are not stages: a sequence beside a stem may be run element by element (FastViT).
     numbered: dict[str, list[str]] = {}
     for name, module in root.named_children():
         if isinstance(module, nn.Sequential) and NUMBER.search(name):
@@ -47,13 +47,13 @@ def _lists_of(root: nn.Module) -> list[list[str]]:
     if not any(isinstance(module, nn.ModuleList) for module in root.children()):
         several = [stages for stages in numbered.values() if len(stages) > 1]
         lists += [(sum(_size(root.get_submodule(stage)) for stage in stages), stages) for stages in several]
-    # What is left where no list will do, or there is none.
+    # The fallback where no list is usable, or there is none.
     lists.append((-1, [name for name, module in root.named_children() if any(True for _ in module.parameters())]))
     return [blocks for _, blocks in sorted(lists, reverse=True)]
 
 
 def _called(blocks: nn.Module) -> Iterator[str]:
-    """Names of the elements of a list; of lists within it, theirs: a list itself is never called."""
+    """Yield the names of the elements of a list; descend into nested lists, because a list itself is never called."""
     for name, child in blocks.named_children():
         if isinstance(child, nn.ModuleList):
             yield from (f"{name}.{below}" for below in _called(child))
@@ -66,7 +66,8 @@ def _size(module: nn.Module) -> int:
 
 
 def candidate_layers(model: nn.Module, config: RetexConfig) -> Iterator[list[str]]:
-    """Module names that `feature_layer` stands for: one, or for "auto" the blocks of one list after the other."""
+    """Yield the module names that `feature_layer` stands for: one, or for "auto" the blocks of one list after the
+    other."""
     layer = config.feature_layer
     if layer == "auto":
         yield from block_lists(model)

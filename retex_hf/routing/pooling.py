@@ -1,4 +1,4 @@
-"""From the output of a layer, whatever its form, to one vector per row."""
+"""Pooling of a layer's output, in any layout, to one vector per row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..rows import Along, AlongItems, Reading
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the output of a layer has its rows, and which axis holds the features of one position."""
+    """The position of the rows in a layer's output, and the axis that holds the features of one position."""
 
     rows: Along | AlongItems
     features: int
 
 
 def pool_rows(hidden: Tensor, layout: Layout, reading: Reading, rows: int, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector per row (rows, d), of a layer's output in any layout; `mask` (rows, positions) says which positions
-    count, where the layer has as many."""
+    """Pool a layer's output in any layout to one vector per row (rows, d); `mask` (rows, positions) selects the
+    positions, where the layer has that many."""
     if isinstance(layout.rows, AlongItems):
         owner = layout.rows.owner(reading).to(hidden.device)
         items = pool(positions_of(hidden, layout, None), None, pooling)
@@ -39,10 +39,10 @@ def pool_rows(hidden: Tensor, layout: Layout, reading: Reading, rows: int, mask:
 
 
 def positions_of(hidden: Tensor, layout: Layout, length: int | None) -> Tensor:
-    """A layer's output as (rows, positions, d), or (rows, d).
+    """Return a layer's output as (rows, positions, d), or (rows, d).
 
-    Outputs with more axes than these are averaged over the others; `length` names the axis of positions that stays.
-    Maps (rows, C, H, W) have none, and are averaged whole.
+    Outputs with more axes are averaged over the others; `length` identifies the axis of positions that stays. Maps
+    (rows, C, H, W) have none, and are averaged whole.
     """
     axis, per_row = (layout.rows.axis, layout.rows.per_row) if isinstance(layout.rows, Along) else (0, 1)
     moved = hidden.movedim((axis, layout.features), (0, -1))
@@ -56,7 +56,7 @@ def positions_of(hidden: Tensor, layout: Layout, length: int | None) -> Tensor:
 
 
 def pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector per row: positions (rows, L, d) by `pooling` over those that are not masked."""
+    """Pool unmasked positions (rows, L, d) to one vector per row by `pooling`."""
     if hidden.ndim == 2:
         return hidden
     if mask is None:

@@ -1,4 +1,4 @@
-"""Task signatures: the mean of a task's features and the subspace they vary in. Tensors in, tensors out."""
+"""Task signatures: the mean of a task's features and the subspace they vary in. All functions work on plain tensors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..errors import RetexError
 
-# Parts that references are cut into to hold one out at a time.
+# Folds of the references, of which one is held out at a time.
 FOLDS = 4
-# The share of a feature vector that one input may differ by from one batch to another.
+# Relative difference between the features of one input in different batches.
 ROUNDING = 1e-4
-# Stands in `held_out` where there is no residual: no residual is negative.
+# Padding in `held_out`: residuals are never negative.
 NOTHING = -1.0
 
 
 @dataclass
 class Signatures:
-    """What identifies each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), `held_out`
-    (T, N; see `held_out_residuals`), and the module whose output the features are.
+    """The signature of each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), `held_out`
+    (T, N; see `held_out_residuals`), and the module whose output gives the features.
 
-    `held_out` says how far from a task its own inputs are: in ascending order, with -1 in front where a task has fewer
+    `held_out` holds the residuals of a task's own inputs, in ascending order, with -1 in front where a task has fewer
     than others.
 
     >>> import torch
@@ -46,14 +46,13 @@ class Signatures:
         return cls(mean, basis, held_out, feature_layer)
 
     def residuals(self, features: Tensor) -> Tensor:
-        """Distance of each row (B, d) to each task's affine subspace: (B, T)."""
+        """Return the distance of each row (B, d) to each task's affine subspace: (B, T)."""
         return _residuals(features, self.mean, self.basis)
 
     def thresholds(self, quantile: float, slack: float) -> Tensor:
-        """The residual from which on a row is far from each task (T,): `slack` times the quantile of what the task's
-        own inputs have when they are held out. Infinite for tasks with too few references to hold any out. Never less
-        than what rounding makes of the same input again: references may all be one and the same.
-        """
+        """Return the residual above which a row is out-of-distribution for each task (T,): `slack` times the quantile
+        of the task's own held-out residuals. Infinite for tasks with too few references to hold any out. Never below
+        the rounding error of repeating an input, because all references may be identical."""
         known = (self.held_out >= 0).sum(1, keepdim=True)
         if not known.any():
             return torch.full_like(self.mean[:, 0], torch.inf)
@@ -68,7 +67,7 @@ class Signatures:
         return Signatures(*(part.to(device) for part in (self.mean, self.basis, self.held_out)), self.feature_layer)
 
     def joined_by(self, other: Signatures) -> Signatures:
-        """With more tasks behind these: those of signatures fitted at the same layer."""
+        """Return these signatures followed by those of other tasks, fitted at the same layer."""
         return Signatures(
             torch.cat([self.mean, other.mean]),
             _padded([*self.basis, *other.basis]),
@@ -77,7 +76,7 @@ class Signatures:
         )
 
     def without(self, task: int) -> Signatures:
-        """Without one task."""
+        """Return the signatures without one task."""
         kept = torch.arange(len(self.mean)) != task
         return Signatures(self.mean[kept], self.basis[kept], self.held_out[kept], self.feature_layer)
 
@@ -89,13 +88,13 @@ def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
 
 
 def _fit_all(features: list[Tensor], rank: int | float) -> tuple[Tensor, Tensor]:
-    """Means (T, d) and bases (T, k, d)."""
+    """Return means (T, d) and bases (T, k, d)."""
     fitted = [fit_signature(task_features, rank) for task_features in features]
     return torch.stack([mean for mean, _ in fitted]), _padded([basis for _, basis in fitted])
 
 
 def _padded(bases: list[Tensor]) -> Tensor:
-    """Bases of different ranks as one tensor; rows of zeros change no residual."""
+    """Stack bases of different ranks into one tensor; rows of zeros change no residual."""
     stacked = bases[0].new_zeros(len(bases), max(map(len, bases)), bases[0].shape[1])
     for basis, place in zip(bases, stacked, strict=True):
         place[: len(basis)] = basis
@@ -103,7 +102,7 @@ def _padded(bases: list[Tensor]) -> Tensor:
 
 
 def _in_rows(sorted_residuals: list[Tensor]) -> Tensor:
-    """Rows of different lengths as one tensor, with -1 in front: sorted like the rest, and no residual."""
+    """Stack sorted rows of different lengths into one tensor, padded in front with -1, which keeps them sorted."""
     rows = sorted_residuals[0].new_full((len(sorted_residuals), max(map(len, sorted_residuals))), NOTHING)
     for residuals, row in zip(sorted_residuals, rows, strict=True):
         row[len(row) - len(residuals) :] = residuals
@@ -111,7 +110,7 @@ def _in_rows(sorted_residuals: list[Tensor]) -> Tensor:
 
 
 def fit_signature(features: Tensor, rank: int | float) -> tuple[Tensor, Tensor]:
-    """Mean (d,) and top right singular vectors (k, d) of one task's features (N, d)."""
+    """Return the mean (d,) and top right singular vectors (k, d) of one task's features (N, d)."""
     if not torch.isfinite(features).all():
         raise RetexError("The features of the reference inputs hold NaN or infinite values.")
     features = features.double()
@@ -123,22 +122,22 @@ def fit_signature(features: Tensor, rank: int | float) -> tuple[Tensor, Tensor]:
 
 
 def signature_dimension(rank: int | float, num_reference: int, width: int) -> int:
-    """k: as given, or as a ratio of min(N, d), at least one."""
+    """Return k: as given, or as a ratio of min(N, d), at least one."""
     largest = min(num_reference, width)
-    # 0.29 * 100 is a hair below 29.
+    # In floating point, 0.29 * 100 is slightly below 29.
     return min(largest, rank) if isinstance(rank, int) else max(1, int(rank * largest + 1e-9))
 
 
 def held_out_residuals(features: Tensor, rank: int | float, folds: int = FOLDS) -> Tensor:
-    """Residuals (N,) of a task's inputs to signatures that were fitted without them, in ascending order.
+    """Return residuals (N,) of a task's inputs to signatures that were fitted without them, in ascending order.
 
     The residuals of the inputs that a signature was fitted on are too small to judge others by: with as many dimensions
-    as inputs they are zero. Of fewer inputs than folds nothing can be said: none.
+    as inputs they are zero. Return none for fewer inputs than folds.
     """
     if len(features) < folds:
         return features.new_empty(0, dtype=torch.float32)
     fold = torch.arange(len(features)) % folds
-    # As many dimensions as the signature of all has: a ratio would give fewer, and larger residuals.
+    # Use the dimension of the signature of all inputs: a ratio would give a smaller one, and larger residuals.
     rank = signature_dimension(rank, *features.shape)
     parts = [
         _residuals(features[fold == number], *_fit_all([features[fold != number]], rank)) for number in range(folds)
@@ -147,7 +146,7 @@ def held_out_residuals(features: Tensor, rank: int | float, folds: int = FOLDS) 
 
 
 def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = FOLDS) -> float:
-    """How well signatures fitted on a part of the features identify the rest, averaged over tasks."""
+    """Return how well signatures fitted on a part of the features identify the rest, averaged over tasks."""
     folds = min(folds, *(len(task_features) for task_features in features))
     correct = [0] * len(features)
     for fold in range(folds if folds > 1 else 0):
@@ -160,6 +159,6 @@ def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = FO
 
 
 def shallowest_good(accuracies: list[float], margin: float = 0.005) -> int:
-    """Index of the first accuracy within `margin` of the best."""
+    """Return the index of the first accuracy within `margin` of the best."""
     best = max(accuracies)
     return next(index for index, accuracy in enumerate(accuracies) if accuracy >= best - margin)

@@ -1,4 +1,4 @@
-"""Which parameters a model has used by the time its features are ready."""
+"""The parameters that a model has used by the time its features are computed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.func import functional_call
 
 from .features import Entry, FeatureExtractor, first_tensor, ordinary
 
-# Where models return what later calls go on from; a pass that is not run does not fill it.
+# Output fields for the state of later calls; a pass that is skipped does not fill them.
 CACHE_FIELDS = ("past_key_values", "cache_params")
 
 
 def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Names (in `model`, of which the extractor has a copy) of the tensors that the features depend on.
+    """Return the names (in `model`, of which the extractor has a copy) of the tensors that the features depend on.
 
-    The graph of a backward pass tells, whatever the architecture. It is walked, not run: autograd does not run in a
-    process that was forked from one where it has run. Statistics of batch normalisation are not in it: they go with the
-    weights beside them.
+    The autograd graph gives them for any architecture. It is traversed, not run: autograd does not run in a process
+    that was forked from one where it has run. The statistics of batch normalisation are not in the graph; they follow
+    the weights of the same module.
     """
     with torch.inference_mode(False), torch.enable_grad():
         leaves = {
@@ -33,7 +33,7 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
     used = {name for name, leaf in leaves.items() if id(leaf) in reached}
     touched = {name.rpartition(".")[0] for name in used}
     used |= {name for name, _ in extractor.entry.named_buffers() if name.rpartition(".")[0] in touched}
-    # The copy shares its parameters with the model; buffers are its own, and go by name.
+    # The copy shares its parameters with the model; it has its own buffers, which are matched by name.
     full = {name.removeprefix("model.") for name in used}
     tensors = dict(extractor.model.state_dict(keep_vars=True))
     shared = {id(tensors[name]) for name in full if name in tensors}
@@ -41,7 +41,7 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
 
 
 def _leaves_of_graph(tensor: Tensor) -> set[int]:
-    """Identities of the leaves that a tensor was computed from."""
+    """Return the ids of the leaves that a tensor was computed from."""
     seen, leaves, waiting = set(), set(), [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -56,20 +56,20 @@ def _leaves_of_graph(tensor: Tensor) -> set[int]:
 
 @torch.no_grad()
 def keeps_cache(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether a pass of the model leaves something behind for the next one (a decoder's keys and values)."""
+    """Return whether a pass of the model leaves a cache for the next one (a decoder's keys and values)."""
     accepted = {name: value for name, value in extractor.select(inputs).items() if name != "use_cache"}
     output = Entry(model)(**accepted)
     return any(getattr(output, name, None) is not None for name in CACHE_FIELDS)
 
 
 def answers(output: Any) -> Tensor:
-    """The tensor that a model's output is about: logits, or the first it has."""
+    """Return the main tensor of a model's output: logits, or the first tensor."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     return first_tensor(output)[1] if logits is None else logits
 
 
 def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:
-    """What a shared trunk costs, in words."""
+    """Describe the cost of a shared trunk in words."""
     costs = trunk["cost"]
     change = sum(cost["change"] for cost in costs.values()) / len(costs)
     text = (

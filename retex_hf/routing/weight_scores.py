@@ -1,7 +1,7 @@
-"""Identification without reference inputs: the task whose own update responds most to an input.
+"""Task identification without reference inputs: choose the task whose own update responds most to an input.
 
-`score_t = mean over layers of log( |D_t h|^2 / |D_t|_F^2 )`, with `h` what enters the layer in the merged model (the
-mean over tokens of `|D_t h|^2`), and `D_t = G_t S` the recovered update of the layer's weight. From the factors that is
+`score_t = mean over layers of log( |D_t h|^2 / |D_t|_F^2 )`, with `h` the input of the layer in the merged model (`|D_t
+h|^2` is averaged over tokens), and `D_t = G_t S` the recovered update of the layer's weight. The factors make this
 cheap: `|G_t S h|^2 = (S h)^T (G_t^T G_t) (S h)`, one r-by-r Gram matrix per task and layer.
 """
 
@@ -30,8 +30,8 @@ ROUNDING = torch.finfo(torch.float32).eps
 
 @dataclass
 class WeightSignatures:
-    """What `signatures="weights"` can learn from a pool of unlabelled inputs: the mean score of each task, `centre`
-    (T,), of a pass that ends at `feature_layer`."""
+    """Statistics that `signatures="weights"` learns from a pool of unlabelled inputs: the mean score of each task,
+    `centre` (T,), of a pass that ends at `feature_layer`."""
 
     centre: Tensor
     feature_layer: str
@@ -40,14 +40,14 @@ class WeightSignatures:
         return WeightSignatures(self.centre.to(device), self.feature_layer)
 
     def without(self, task: int) -> WeightSignatures:
-        """Without one task."""
+        """Return the statistics without one task."""
         return WeightSignatures(self.centre[torch.arange(len(self.centre)) != task], self.feature_layer)
 
     @classmethod
     def fit(
         cls, make: Callable[[Mapping[str, Any]], WeightScorer], batches: Iterable[Mapping[str, Any]]
     ) -> WeightSignatures:
-        """The mean scores of all rows of a pool; `make` makes a scorer that fits a batch."""
+        """Compute the mean scores of all rows of a pool; `make` creates a scorer that fits a batch."""
         scorer, scores = None, []
         for batch in map(without_labels, batches):
             scorer = scorer or make(batch)
@@ -58,9 +58,9 @@ class WeightSignatures:
 
 
 class Responses:
-    """How strongly each task's update of one layer responds to what enters the layer.
+    """The strength with which each task's update of one layer responds to the layer's input.
 
-    Where the factor that meets the input is shared, the input is projected once and every task has a Gram matrix
+    Where the factor applied to the input is shared, the input is projected once and every task has a Gram matrix
     `grams` (T, r, r); where it is the task's own (or there are no factors), every task has a projection.
     """
 
@@ -93,17 +93,18 @@ class Responses:
 
     @property
     def usable(self) -> bool:
-        """Whether every task changes the layer, by more than rounding: else it has no direction to respond in."""
+        """Return whether every task changes the layer by more than rounding; otherwise responses are not defined."""
         return bool((self.norms > ROUNDING * self.norms.max()).all())
 
     def __call__(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """`log( |D_t h|^2 / |D_t|_F^2 )` of every row and task, averaged over (unmasked) tokens inside the log."""
+        """Return `log( |D_t h|^2 / |D_t|_F^2 )` of every row and task, averaged over (unmasked) tokens inside the
+        log."""
         energies = [self._energy(self._project(hidden, matrix), mask) for matrix in self.projections]
         energy = energies[0] if self.grams is not None else torch.stack(energies, 1)
         return (energy / self.norms).clamp(min=SMALLEST).log()
 
     def _project(self, hidden: Tensor, matrix: Tensor) -> Tensor:
-        """A matrix in place of the layer's weight: (rows, tokens or positions, rows of the matrix)."""
+        """Apply a matrix in place of the layer's weight: (rows, tokens or positions, rows of the matrix)."""
         if isinstance(self.module, nn.Conv2d):
             layer = self.module
             kernel = matrix.reshape(-1, *layer.weight.shape[1:])
@@ -125,8 +126,8 @@ class Responses:
 class WeightScorer:
     """Scores of all tasks from one pass of the merged model, which ends where the extractor's does.
 
-    Layers are linear ones, transformers' Conv1D and 2-D convolutions whose weight is recovered, as far as they run and
-    see one batch row per row. Gram matrices are made when a layer first runs.
+    It uses linear layers, transformers' Conv1D and 2-D convolutions whose weight is recovered, as far as they run and
+    see one batch row per row. Gram matrices are computed when a layer first runs.
     """
 
     def __init__(self, extractor: FeatureExtractor, recovery: RecoveryModule) -> None:
@@ -146,12 +147,12 @@ class WeightScorer:
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Scores (rows, T)."""
-        self.extractor.layouts(inputs)  # finds out, by passes that are not to be heard, where the rows are
+        """Return scores (rows, T)."""
+        self.extractor.layouts(inputs)  # first, because its probing passes must not be recorded
         current, context = _Pass(self, inputs.get("attention_mask")), copy_context()
         context.run(_current.set, current)
         rows = len(context.run(self.extractor, inputs)[self.feature_layer])
-        # Layers that see windows or single tokens do not say which row those belong to.
+        # Layers that see windows or single tokens do not tell which row these belong to.
         heard = [scores for scores in current.heard if len(scores) == rows]
         if not heard:
             raise ConfigError(
@@ -161,7 +162,7 @@ class WeightScorer:
         return torch.stack(heard).mean(0)
 
     def responses(self, name: str, module: nn.Module) -> Responses:
-        """Those of a layer; two threads that come first both make them, which changes nothing."""
+        """Return the responses of a layer; concurrent first calls may repeat the work, with the same result."""
         if name not in self._responses:
             self._responses[name] = Responses(module, self.recovery[f"{name}.weight"], self.recovery.task_embedding)
         return self._responses[name]
@@ -169,19 +170,20 @@ class WeightScorer:
 
 @dataclass
 class _Pass:
-    """What one pass has heard so far: scores (rows, T) of each layer."""
+    """The scores (rows, T) that one pass has collected so far, one entry per layer."""
 
     scorer: WeightScorer
     mask: Any
     heard: list[Tensor] = field(default_factory=list)
 
 
-# The pass that is running, in a context of its own: one scorer serves many threads.
+# The running pass, in a context of its own, because many threads share one scorer.
 _current: ContextVar[_Pass | None] = ContextVar("retex_scoring_pass", default=None)
 
 
 def _listen(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
-    """The hook of a layer. It does not know its scorer: the two would keep each other, and the model, alive."""
+    """Record the responses of a layer (a forward pre-hook). It holds no reference to its scorer, which would be a cycle
+    that keeps the model alive."""
     current, hidden = _current.get(), args[0]
     if current is None:
         return

@@ -1,4 +1,4 @@
-"""Whose is it? Which entries of the inputs and outputs of a model belong to which row of a batch."""
+"""The mapping from entries of a model's inputs and outputs to the rows of a batch."""
 
 from .ownership import ITEM_INPUTS, Owned, Reading, entries_of, pattern, readings
 from .proof import Along, AlongItems, Entries, Place, Proof, Shared, leaves, prove, take

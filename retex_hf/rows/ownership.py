@@ -1,9 +1,9 @@
-"""Which entries of an input belong to which row of a batch.
+"""The mapping from entries of an input to the rows of a batch.
 
-Most inputs have the rows along their first axis. Images, videos and sounds of models that mix them with text need not:
-a row has as many of them as its text has places for (placeholder tokens), and they come in the order of those places,
-whole (`pixel_values` of one image each) or packed (patches of all images, with their grids). Where more than one
-reading is possible, `proof` finds out which is right.
+Most inputs have the rows along their first axis. Images, videos and sounds of models that mix them with text may
+differ: a row has as many of them as its text has placeholder tokens, in the order of these tokens, either whole
+(`pixel_values` of one image each) or packed (patches of all images, with their grids). Where more than one reading is
+possible, `proof` determines which is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
-# What has a place in the text: names of its inputs, and how configurations call the token that keeps the place.
+# Kinds of items with placeholder tokens in the text: the names of their inputs, and the configuration keys of the
+# tokens.
 ITEMS = {
     "image": ("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "spatial_shapes",
               "image_position_ids", "image_patches", "pixel_position_ids", "patch_attention_mask", "num_tiles"),
@@ -28,17 +29,18 @@ ITEMS = {
 }  # fmt: skip
 ITEM_INPUTS = frozenset(name for names in ITEMS.values() for name in names)
 PLACEHOLDERS = ("{}_token_id", "{}_token_index", "{}_token_index_id")
-# What says how large each of them is: batches in which it differs are not alike.
+# Inputs that hold the sizes of items: batches in which these differ are not alike.
 SIZES = re.compile(r"(_sizes|grid_thw|spatial_shapes|num_tiles|feature_lens|second_per_grid_ts)$")
-# Sequences of several rows in one, which belong together as they are.
+# Inputs that mark several sequences packed into one row, which cannot be split.
 PACKED = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class Owned:
-    """An input whose entries along an axis belong to rows; `owner` is the row of each, None if entry i is row i's.
+    """An input whose entries along an axis belong to rows; `owner` is the row of each, None if entry i belongs to row
+    i.
 
-    `present` says which rows have something of it, where the others have padding.
+    `present` tells which rows have such an input, where the others have padding.
     """
 
     axis: int
@@ -46,19 +48,19 @@ class Owned:
     present: Tensor | None = None
 
     def take(self, value: Tensor, rows: Tensor) -> Tensor:
-        """The entries of some rows, in the order of these."""
+        """Return the entries of some rows, in the order of these rows."""
         index = rows if self.owner is None else entries_of(self.owner, rows)
         return value.index_select(self.axis, index.to(value.device))
 
     def is_empty(self, rows: Tensor) -> bool:
-        """Whether none of these rows has anything of it."""
+        """Return whether none of these rows has any entry."""
         if self.present is not None:
             return not bool(self.present[rows].any())
         return self.owner is not None and not bool(torch.isin(self.owner, rows).any())
 
 
 def entries_of(owner: Tensor, rows: Tensor) -> Tensor:
-    """Positions of the entries of some rows, in the order of these."""
+    """Return the positions of the entries of some rows, in the order of these rows."""
     return torch.cat([(owner == row).nonzero().flatten() for row in rows.tolist()])
 
 
@@ -66,7 +68,7 @@ Reading = Mapping[str, Owned]
 
 
 def readings(model: nn.Module, kwargs: Mapping[str, Any], rows: int, whole: frozenset[str]) -> dict[str, Reading]:
-    """All ways to read a batch, by name, the likelier first. What is in none of them is the same for all rows."""
+    """Return all readings of a batch by name, the likelier first. Inputs in none of them are the same for all rows."""
     for name in PACKED:
         if kwargs.get(name) is not None:
             raise InputError(f"{name!r} packs several sequences into one row: give a row for each, or name one task.")
@@ -84,13 +86,13 @@ def readings(model: nn.Module, kwargs: Mapping[str, Any], rows: int, whole: froz
         if all(_covers(tensors[key], reading.get(key), rows) for key in tensors)
     } or _refuse(tensors, by_items, rows)
     if len(found) == 2 and _same(by_items, by_rows, rows):
-        return {"rows": by_rows}  # one entry per row, where it does not matter
+        return {"rows": by_rows}  # with one entry per row, both readings agree
     return found
 
 
 def pattern(kwargs: Mapping[str, Any], given: Mapping[str, Reading]) -> tuple[Any, ...] | None:
-    """What two batches must have in common, besides names and axes, for one to show how the other is taken apart; None
-    where every row has one entry of everything, all alike."""
+    """Return what two batches must have in common, besides names and axes, to be split in the same way; None where
+    every row has one entry of everything, all alike."""
     owners = {
         (name, tuple(owned.owner.tolist()))
         for reading in given.values()
@@ -107,7 +109,7 @@ def pattern(kwargs: Mapping[str, Any], given: Mapping[str, Reading]) -> tuple[An
 
 
 def _same(first: Reading, second: Reading, rows: int) -> bool:
-    """Whether two readings of a batch give every row the same."""
+    """Return whether two readings of a batch give every row the same entries."""
     plain = torch.arange(rows)
 
     def owner(reading: Reading, name: str) -> tuple[int, Tensor] | None:
@@ -122,7 +124,7 @@ def _same(first: Reading, second: Reading, rows: int) -> bool:
 
 
 def _where_present(model: nn.Module, kwargs: Mapping[str, Any], by_rows: Reading) -> dict[str, Owned]:
-    """Inputs of which rows without a place for them have padding."""
+    """Return inputs that hold padding in rows without placeholder tokens for them."""
     ids, found = kwargs.get("input_ids"), {}
     for kind, names in ITEMS.items():
         token = _placeholder(model, kind)
@@ -152,7 +154,7 @@ def _refuse(tensors: Mapping[str, Tensor], reading: Reading, rows: int) -> dict[
 def _by_rows(tensors: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Owned]]:
     for name, value in tensors.items():
         if "position_ids" in name and value.ndim == 3 and value.shape[1] == rows:
-            yield name, Owned(1)  # positions in time, height and width come first
+            yield name, Owned(1)  # the first axis is time, height and width
         elif value.shape[0] == rows:
             yield name, Owned(0)
 
@@ -185,7 +187,8 @@ def _by_items(
 
 
 def grid_of(tensors: Mapping[str, Any]) -> str | None:
-    """The name of what says how many patches each image has, where patches are packed and every image is a row."""
+    """Return the name of the input with the number of patches per image, where patches are packed and every image is a
+    row."""
     if any(tensors.get(name) is not None for name in ("input_ids", "inputs_embeds")):
         return None
     names = [name for name, value in tensors.items() if name.endswith("grid_thw") and isinstance(value, Tensor)]
@@ -203,8 +206,8 @@ def _by_grid(tensors: Mapping[str, Tensor]) -> dict[str, Owned]:
 
 
 def _placeholder(model: nn.Module, kind: str) -> int | None:
-    """The token that keeps the place of an image, a video or a sound in a text: in the model's configuration, or in
-    one within it (ColPali has that of a whole vision-language model)."""
+    """Return the placeholder token of an image, a video or a sound in a text, from the model's configuration or a
+    nested one (ColPali contains that of a whole vision-language model)."""
     waiting = [getattr(model, "config", None)]
     while waiting:
         config = waiting.pop(0)
@@ -217,7 +220,8 @@ def _placeholder(model: nn.Module, kind: str) -> int | None:
 
 
 def _owner_by_grid(grid: Tensor, is_place: Tensor) -> Tensor | None:
-    """The row of each item, where its grid says how many places it takes: its patches, over those that are merged."""
+    """Return the row of each item, where its grid tells how many placeholders it takes: its patches, divided by how
+    many are merged into one."""
     patches, places = grid.cpu().prod(1), is_place.sum(1)
     total = int(places.sum())
     if not total or int(patches.sum()) % total:
@@ -229,7 +233,8 @@ def _owner_by_grid(grid: Tensor, is_place: Tensor) -> Tensor | None:
 
 
 def _dealt(sizes: Tensor, places: Tensor) -> Tensor | None:
-    """Deal items of these sizes to rows with so many places, in order; None where an item would lie in two rows."""
+    """Assign items of these sizes to rows with so many placeholders, in order; None where an item would span two
+    rows."""
     ends, last = sizes.cumsum(0), places.cumsum(0)
     if not len(ends) or int(ends[-1]) != int(last[-1]):
         return None
@@ -239,7 +244,8 @@ def _dealt(sizes: Tensor, places: Tensor) -> Tensor | None:
 
 
 def _owner_by_places(given: Mapping[str, Tensor], is_place: Tensor) -> Tensor | None:
-    """The row of each item, where all take as many places; else where each is one unbroken run of places."""
+    """Return the row of each item, where all take equally many placeholders; else where each is one unbroken run of
+    them."""
     items, places = len(next(iter(given.values()))), is_place.sum(1)
     total = int(places.sum())
     if total and total % items == 0 and not (places % (total // items)).any():

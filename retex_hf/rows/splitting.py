@@ -1,4 +1,4 @@
-"""Take a batch of keyword arguments apart by rows."""
+"""Split a batch of keyword arguments by rows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from transformers.utils import ModelOutput
 from ..errors import InputError
 from .ownership import Reading, grid_of
 
-# Inputs whose leading axis (or length, of a list) is not the batch.
+# Inputs whose leading axis (or length, for a list) is not the batch.
 NOT_ROWS = frozenset(
     {"cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "logits_to_keep",
      "logits_processor", "stopping_criteria"}
 )  # fmt: skip
-# The text side of a dual encoder: its rows are class prompts, not partners of the images.
+# The text side of a dual encoder: its rows are class prompts, not matched to the images.
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "text"})
 
 
 def count_rows(kwargs: Mapping[str, Any], names: tuple[str, ...], named: int | None = None) -> int:
-    """Number of rows of a batch: the leading axis of the first of `names` that is given, else of the first tensor.
-    Of packed images, their number. A list has an entry per row, unless it holds tensors that have one each for all the
-    tasks that are `named`."""
+    """Return the number of rows of a batch: the leading axis of the first of `names` that is given, else of the first
+    tensor. For packed images, return their number. A list has an entry per row, unless it holds tensors with one entry
+    for each of the `named` tasks."""
     grid = grid_of(kwargs)
     if grid is not None:
         return len(kwargs[grid])
@@ -44,27 +44,27 @@ def count_rows(kwargs: Mapping[str, Any], names: tuple[str, ...], named: int | N
 
 
 def numbers_per_row(kwargs: Mapping[str, Any], rows: int) -> int:
-    """Numbers per row of the largest input: the work of a call grows with it."""
+    """Return the numbers per row of the largest input: the work of a call grows with it."""
     inputs = [value for value in kwargs.values() if isinstance(value, Tensor) and value.ndim and len(value) == rows]
     return max((value.numel() // rows for value in inputs), default=1)
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Which arguments of one call follow the rows; `whole` names those that every group gets as they are, `reading`
-    says which entries of the tensors belong to which row."""
+    """The split of one call's arguments by rows; `whole` names those that every group gets unchanged, `reading` tells
+    which entries of the tensors belong to which row."""
 
     rows: int
     whole: frozenset[str]
     reading: Reading = field(default_factory=dict)
 
     def take(self, kwargs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """The arguments for a group of rows; those of which it has nothing (rows without images) are left out."""
+        """Return the arguments for a group of rows; omit those of which it has no entries (rows without images)."""
         had = {name: value for name, value in kwargs.items() if not self._is_empty(name, rows)}
         return {name: self._take(name, value, rows) for name, value in had.items()}
 
     def _is_list_of_inputs(self, value: list | tuple) -> bool:
-        """Whether a list holds several inputs, each of all rows, and not something for each row."""
+        """Return whether a list holds several inputs, each of all rows, rather than one entry per row."""
         each = [isinstance(part, Tensor) and part.ndim > 0 and len(part) == self.rows for part in value]
         return bool(value) and all(each) and len(value) != self.rows
 
@@ -77,7 +77,7 @@ class Splitter:
         if isinstance(value, Tensor) and name in self.reading:
             return self.reading[name].take(value, rows)
         if isinstance(value, Tensor):
-            follows = value.ndim > 0 and value.shape[0] == self.rows  # of what lies within an argument
+            follows = value.ndim > 0 and value.shape[0] == self.rows  # for tensors nested within an argument
             return value[rows.to(value.device)] if follows else value
         if isinstance(value, Mapping):
             parts = {key: self._take(name, part, rows) for key, part in value.items()}
