@@ -172,8 +172,7 @@ def build_folder(
 
 
 def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
-    """Refuse to overwrite the base, an expert or the merged checkpoint; an artifact may itself be the base of
-    another."""
+    """Refuse to overwrite the base, an expert or the merged checkpoint, any of which may be an artifact."""
     check_tasks(experts)
     sources = {"the base": base, "the merged checkpoint": merge_checkpoint(config)}
     for label, spec in {**sources, **{f"expert {task!r}": expert for task, expert in experts.items()}}.items():
@@ -373,8 +372,7 @@ def _merge(
 
 
 def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:
-    """Return a counter or an index of the base, or of the first expert that has it; None where the model computes
-    it."""
+    """Return a counter or index of the base or the first expert that has it; None if the model computes it."""
     for checkpoint in (experts.base, *experts.experts.values()):
         if name in checkpoint:
             return checkpoint.read(name)

@@ -87,8 +87,10 @@ def estimate_build(
 def _memory(
     config: RetexConfig, shapes: Mapping[str, tuple[int, ...]], tasks: int, convolutions: frozenset[str]
 ) -> int:
-    """Return the bytes of one parameter's differences (of all that share a scaled offset) and their Gram
-    decomposition."""
+    """Return the bytes of one parameter's differences and their Gram decomposition.
+
+    Parameters that share a scaled offset count as one.
+    """
     config = config if config.rank_budget is None else replace(config, rank=1, rank_budget=None)
     affine = config.recovery == "affine"
     mixed = config.soft_training is not None or (config.task_embedding_dim or tasks) < tasks

@@ -83,8 +83,7 @@ class FileTensors(MergedTensors):
             raise CheckpointError(f"{type(model).__name__} is saved without its tensor {lost[0]!r}.")
 
     def _plan(self) -> dict[tuple[str, ...], list[str]]:
-        """Group names into units with the names of their tensors in files; names that share a file tensor form one
-        unit."""
+        """Group names into units, with their tensors' names in files; names that share a file tensor form one unit."""
         files = {name: self._to_files({name: self._meta[name]}) for name in self._saved}
         owner: dict[str, str] = {}
         units: dict[str, list[str]] = {}

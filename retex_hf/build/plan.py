@@ -383,8 +383,7 @@ def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
 def read_labels(
     model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
-    """Return the labels of each task's head: their number from the head, their names from the checkpoint if it has
-    them."""
+    """Return the labels of each task's head: as many as its width, named as in the checkpoint where possible."""
     width = library.num_labels(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     outputs = [name for name in experts.heads if shapes[name] and shapes[name][0] == width]

@@ -341,8 +341,7 @@ def _open_expert(
 def _joined_rows(
     parts: RetexParts, name: str, source: Source, experts: ExpertSet, inventory: Inventory
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
-    """Return the rows and vocabularies of all tasks including the new one; both are empty if all use the model's
-    own."""
+    """Return the rows and vocabularies of all tasks and the new one; both are empty if all use the model's own."""
     if not experts.sizes:
         return {}, {}
     like, library = parts.model.state_dict(), library_of(parts.model)

@@ -81,8 +81,7 @@ class _Bound:
 
 
 def may_pass(name: str, value: Any) -> bool:
-    """Return whether the wrapper passes on an attribute of the wrapped model: it must neither run nor change the
-    model."""
+    """Return whether the wrapper passes on an attribute, which must neither run nor change the wrapped model."""
     runs = callable(value) and not isinstance(value, type)
     return not runs or name in READERS or name.startswith("_")
 

@@ -1,5 +1,4 @@
-"""PEFT's and transformers' names for adapter operations: supported where the meaning is the same, else refused with
-advice."""
+"""PEFT's and transformers' names for adapter operations: supported if the meaning is the same, else refused."""
 
 from __future__ import annotations
 

@@ -117,8 +117,7 @@ class RoutedPipeline(Pipeline):
         return _saying(self._in_place_of_model(described).postprocess(outputs, **params), said)
 
     def _far_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
-        """Return whether an input, or any of its parts, is out-of-distribution; empty if the routing does not
-        abstain."""
+        """Return whether any part of an input is out-of-distribution; empty if the routing does not abstain."""
         found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
         return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
 
@@ -140,8 +139,7 @@ def _without_padding(outputs: Mapping[str, Any], width: int) -> Any:
 
 
 def _saying(answer: Any, said: Mapping[str, Any]) -> Any:
-    """Add the task, and whether the input is out-of-distribution, to an answer; purely numeric answers stay
-    unchanged."""
+    """Add the task, and whether the input is out-of-distribution, to an answer; leave numeric answers unchanged."""
     if isinstance(answer, list):
         return [_saying(part, said) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
     return {**said, **answer} if isinstance(answer, dict) else answer

@@ -292,8 +292,7 @@ class RoutedModel(nn.Module):
         return attach_routing(output, routing)
 
     def _require_something_to_learn(self, routing: Routing, kwargs: Mapping[str, Any]) -> None:
-        """Refuse to train on rows that all run on the merged model, whose loss has no gradient; torch would not explain
-        why."""
+        """Refuse to train if all rows run on the merged model: the loss has no gradient, and torch does not say why."""
         learns = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
         if learns and routing.abstained is not None and not routing.weights.any():
             raise InputError(
@@ -370,8 +369,7 @@ class RoutedModel(nn.Module):
 
     @property
     def side_folder(self) -> Path | None:
-        """Return the folder of the tokenizer and processor files saved with the model: its origin, or that of its
-        base."""
+        """Return the folder of the tokenizer and processor files: where the model came from, or its base."""
         return self._side_folder
 
     def tokenizer_folder(self, task: str | None = None) -> Path | None:
@@ -431,7 +429,7 @@ class RoutedModel(nn.Module):
 
     @property
     def active_adapters(self) -> list[str]:
-        """Return the tasks that calls without `task=` may use: the pinned ones, else all; none within
+        """Return the tasks that calls without `task=` may use: those pinned, else all; none within
         `disable_adapter()`."""
         return list(self._active_names() or self.tasks) if self.has_active_enabled_adapter else []
 
@@ -505,7 +503,7 @@ class RoutedModel(nn.Module):
     # ---- nn.Module ---------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> RoutedModel:
-        """Set the mode as `nn.Module.train` does. In training mode, gradients reach the recovery module through the
+        """Set the mode like `nn.Module.train`. In training mode, gradients reach the recovery module through the
         experts."""
         changes = mode != self.training
         super().train(mode)

@@ -164,8 +164,7 @@ def split(card: str, where: str) -> tuple[dict[str, Any], str, str | None]:
 
 
 def digest(value: Any) -> str:
-    """Return a short digest of a section's text (ignoring trailing spaces and surrounding blank lines) or a metadata
-    value."""
+    """Return a short digest of a metadata value, or of a text without trailing spaces and surrounding blank lines."""
     if isinstance(value, str):
         value = "\n".join(line.rstrip() for line in value.strip().splitlines())
     text = json.dumps(_writable(value), sort_keys=True)

@@ -95,8 +95,7 @@ def _text_of(card: Path) -> str:
 
 
 def _filled(data: ModelCardData, **values: Any) -> ModelCard:
-    """Render the template with these values, in a sandbox (unlike `ModelCard.from_template`) as a second line of
-    defence."""
+    """Render the template in a sandbox, unlike `ModelCard.from_template`, as a second line of defence."""
     template = ImmutableSandboxedEnvironment().from_string(TEMPLATE.read_text(encoding="utf-8"))
     return ModelCard(template.render(card_data=data.to_yaml(), **{**data.to_dict(), **values}))
 

@@ -1,5 +1,4 @@
-"""Plan of how an adapter stores each tensor of a task; peft's mechanisms exclude each other, so it is decided at
-once."""
+"""Plan of how an adapter stores each tensor of a task, decided at once because peft's mechanisms exclude each other."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ BATCHED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class Plan:
-    """How every changed tensor is stored: `lora` and `saved` hold modules, `stacks` and `left` (left out)
-    parameters."""
+    """How changed tensors are stored: `lora` and `saved` hold modules, `stacks` and `left` (left out) parameters."""
 
     lora: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
