@@ -14,8 +14,7 @@ SIGNATURES, PRETRAINED = "signatures", "base, for features"
 
 
 def sizes_of(parts: RetexParts) -> dict[str, int]:
-    """Return the bytes of each part's tensors: the merged model without a head, the recovery of all tasks, and so
-    on."""
+    """Return the bytes of each part's tensors: the merged model without a head, the recovery, and so on."""
     tensors = parts.model.state_dict(keep_vars=True)
     own = {name for head in parts.heads.values() for name in head}
     body = (tensors[name] for name in take_inventory(parts.model).shapes if name in tensors and name not in own)

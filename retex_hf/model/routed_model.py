@@ -429,8 +429,7 @@ class RoutedModel(nn.Module):
 
     @property
     def active_adapters(self) -> list[str]:
-        """Return the tasks that calls without `task=` may use: those pinned, else all; none within
-        `disable_adapter()`."""
+        """Return the tasks that calls without `task=` may use: the pinned or all; none within `disable_adapter()`."""
         return list(self._active_names() or self.tasks) if self.has_active_enabled_adapter else []
 
     @property
@@ -503,8 +502,7 @@ class RoutedModel(nn.Module):
     # ---- nn.Module ---------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> RoutedModel:
-        """Set the mode like `nn.Module.train`. In training mode, gradients reach the recovery module through the
-        experts."""
+        """Set the mode like `nn.Module.train`. In training, gradients reach the recovery module through the experts."""
         changes = mode != self.training
         super().train(mode)
         if changes:
