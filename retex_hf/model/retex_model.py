@@ -623,8 +623,9 @@ class RetexModel(RoutedModel):
     def export_lora(self, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
         """Write a recovered expert as a PEFT LoRA adapter on the merged model, atomically.
 
-        Any artifact folder is a merged model: `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact),
-        save_directory)`. Adapters of all tasks can be loaded into one `PeftModel`.
+        Any artifact folder is a checkpoint of the merged model, so the adapter is loaded with
+        `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact), save_directory)`. Adapters of all tasks can
+        be loaded into one `PeftModel`.
 
         Args:
             task: Name of the task.
