@@ -56,7 +56,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names come when they are asked for: torch and transformers take seconds, which `retex --help` need not wait."""
+    """Import a public name on first use, so that `retex --help` does not wait for torch and transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)

@@ -1,1 +1,1 @@
-"""The folder that holds a model: its state, schema, files, card, and the way to the Hub and back."""
+"""The artifact, a folder that holds a model: its state, schema, files and card, and transfer to and from the Hub."""

@@ -1,4 +1,4 @@
-"""The files of an artifact, opened: compared with their records, and used as they were when they were compared."""
+"""The files of an artifact, verified against their records and used exactly as verified."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class ArtifactFiles(FolderFiles):
-    """The files of an artifact besides tokenizers and processors, which have a reader of their own (`preprocess`).
+    """The files of an artifact, except tokenizers and processors, which `preprocess` reads.
 
-    `tensors` holds the weights that were read into memory, by file; others are mapped when they are asked for.
+    `tensors` holds the weights read into memory, by file; others are memory-mapped on demand.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class ArtifactFiles(FolderFiles):
             folder: The artifact.
             records: The files that its configuration records.
             verify: Compare their contents with their records.
-            keep: Keep weights in memory as they were compared. Without, they are mapped, and a file that is changed in
-                place afterwards changes what was read: for those who only look.
+            keep: Keep weights in memory as verified. Otherwise they are memory-mapped, and a file that is later changed
+                in place changes what was read: use this for inspection only.
         """
         own = {name: found for name, found in records.items() if not is_side_file(name)}
-        if not verify:  # what is missing is missed by those who read it
+        if not verify:  # readers report missing files themselves
             there = {name: found for name, found in own.items() if (folder / name).exists()}
             manifest.check(folder, there, content=False)
             return cls(folder)
@@ -56,7 +56,7 @@ class ArtifactFiles(FolderFiles):
         return cls(folder, verified, dict(_read_weights(folder, weights)))
 
     def weights(self, stem: str) -> Source:
-        """Return the tensors of a part of the artifact, in one file or in shards."""
+        """Return the tensors of one part of the artifact, from one file or from shards."""
         try:
             files = weight_files(self.folder, (stem,), suffixes=(WEIGHTS,))
             label = str(files[0]) if len(files) == 1 else f"{self.folder / stem}*{WEIGHTS}"
@@ -79,7 +79,7 @@ class ArtifactFiles(FolderFiles):
         return tensors
 
     def sources(self) -> Iterator[Source]:
-        """Open every file of weights by itself."""
+        """Open every weight file separately."""
         for file in sorted(self.folder.glob(f"*{WEIGHTS}")):
             if not self.tensors:
                 yield open_files([file], str(file))
@@ -88,10 +88,10 @@ class ArtifactFiles(FolderFiles):
 
 
 def _read_weights(folder: Path, records: Mapping[str, FileRecord]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Read weights once: what was compared is what is used. One file after the other, because of each there are two
-    copies for a moment.
+    """Read each weight file once, so that the verified bytes are the ones used.
 
-    Tensors are copied into memory of torch's own, which is aligned: results depend on that in their last bit.
+    Files are read one after the other, because each briefly needs twice its size. Tensors are copied into torch's own
+    aligned memory, on which results depend in their last bit.
     """
     size = sum(found.size for found in records.values())
     with tqdm(
@@ -100,7 +100,7 @@ def _read_weights(folder: Path, records: Mapping[str, FileRecord]) -> Iterator[t
         for name, found in records.items():
             try:
                 read = load_safetensors(manifest.read_verified(folder, name, found))
-            except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+            except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to torch
                 raise ArtifactError(f"{folder / name} is not a valid safetensors file: {error}.") from None
             yield name, {key: read.pop(key).clone() for key in list(read)}
             bar.update(found.size)

@@ -1,4 +1,4 @@
-"""To the Hub and from it."""
+"""Upload to the Hub, and lookup of local or downloaded artifacts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def push(
 ) -> CommitInfo:
     """Upload the folder that `write(folder, repository id)` writes, as one commit.
 
-    Repository and branch are made if need be. `write` finds the repository's card and its figures in the folder, to
-    update them. Files of an artifact that was there before and are not part of this one are deleted in the same commit;
-    other files stay.
+    The repository and the branch are created if needed. `write` finds the repository's card and figures in the folder,
+    to update them. Files of an earlier artifact that are not part of this one are deleted in the same commit; other
+    files stay.
     """
     if create_pr and revision not in (None, MAIN):
         raise ConfigError(f"create_pr=True proposes a change of the main branch; leave out revision={revision!r}.")
@@ -65,7 +65,7 @@ def push(
         write(folder, repo_id)
         files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
         stale = sorted(path for path in there - set(files) if _is_own(path))
-        # Not `upload_folder`, which may spread a folder over several commits: an artifact changes whole.
+        # Not `upload_folder`, which may split a folder into several commits: an artifact must change atomically.
         operations = [
             *(CommitOperationDelete(path) for path in stale),
             *(CommitOperationAdd(path, file) for path, file in files.items()),
@@ -82,23 +82,23 @@ def push(
         except ValueError as error:
             if isinstance(error, BadRequestError) or CARD_NAME not in str(error):
                 raise
-            # What the Hub finds wrong follows in the next lines.
+            # The Hub's explanation follows on further lines.
             said = without_secrets(" ".join(str(error).split()), token)
             raise HubError(f"Cannot push to {repo_id!r}: {said}") from None
-        except (RuntimeError, PermissionError) as error:  # how the transfer of large files fails
+        except (RuntimeError, PermissionError) as error:  # raised when the transfer of large files fails
             said = without_secrets(first_line(error), token)
             raise HubError(f"Cannot push to {repo_id!r}: the upload broke off: {said}") from None
 
 
 def _is_own(path: str) -> bool:
-    """Whether a file of a repository belongs to an artifact, so that a new one replaces it."""
+    """Return whether a repository's file belongs to an artifact and is replaced by a new one."""
     return "/" not in path and any(PurePosixPath(path).match(own) for own in OWN_FILES)
 
 
 def find_artifact(
     name_or_path: str | Path, *, token: str | None = None, subfolder: str | None = None, **download_options: Any
 ) -> Path:
-    """Return the local folder of an artifact: a path, or a Hub id, which is downloaded; or `subfolder` in there."""
+    """Return the local folder of an artifact given by path or by Hub id (which is downloaded), or its `subfolder`."""
     folder = as_path(name_or_path)
     if subfolder is not None and folder.is_dir():
         folder = folder / plain_subfolder(subfolder)

@@ -1,6 +1,6 @@
-"""The pictures of a build: plain data in, a matplotlib `Figure` out, written to a file if a path is given.
+"""Plots of a build: plain data in, a matplotlib `Figure` out, written to a file if a path is given.
 
-Figures are made without pyplot, so nothing is kept in global state and no display is needed.
+Figures are made without pyplot, so they need neither global state nor a display.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Records = Sequence[Mapping[str, Any]]
 
 FIGURES_FOLDER = "figures"
 DPI = 150
-# Okabe and Ito's palette, which stays apart under all common kinds of colour blindness; without its yellow, which is
-# too pale for a line on white.
+# Okabe and Ito's palette, which is safe for common kinds of colour blindness, without its yellow, which is too pale for
+# lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # A relative error below this is float32 rounding: the parameter is stored exactly.
 EXACT = 1e-6
-# Legends of more entries than this stand beside the axes.
+# Longer legends are placed outside the axes.
 LEGEND_INSIDE = 4
 LEGEND_ROWS = 24
 GAMMA_COLUMNS = 4
 MOST_TICKS = 32
-# Inches, at LEGEND_FONT points: a character, and the height of a line (the width of a vertical label).
+# In inches, at LEGEND_FONT points: the width of a character and the height of a line (the width of a vertical label).
 LEGEND_FONT, CHARACTER_WIDTH, LABEL_WIDTH = 7, 0.06, 0.2
-# The running mean of a run is over one part in this many of its records, centred so that it does not lag.
+# One over the share of a run's records that its running mean covers; it is centred so that it does not lag.
 MEAN_SHARE = 20
 
 
 def plot_losses(records: Records | Mapping[str, Records], path: str | Path | None = None) -> Figure:
-    """Loss and relative error over the steps of training.
+    """Plot loss and relative error over the steps of training.
 
-    A record is of the few tasks drawn in one step, so long runs also get a running mean (the values are then pale).
+    A record covers only the few tasks drawn in one step, so long runs also get a running mean over pale values.
 
     Args:
-        records: What `recovery.History` recorded (`model.training_history`), or `{label: records}` to compare runs.
-        path: Where to save the picture.
+        records: Records of `recovery.History` (`model.training_history`), or `{label: records}` to compare runs.
+        path: File to save the figure to.
 
     >>> from retex_hf.artifact.plots import plot_losses
     >>> records = [{"step": 50, "loss": 4.0, "relative_error": 1.0}, {"step": 100, "loss": 1.0, "relative_error": 0.5}]
@@ -77,13 +77,13 @@ def plot_losses(records: Records | Mapping[str, Records], path: str | Path | Non
 
 
 def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
-    """The affine variant's task-averaged gamma over the steps of training, by type of layer.
+    """Plot the affine variant's gamma, averaged over tasks, over the steps of training, by type of layer.
 
-    Each type has a panel; its line is the mean over the layers of the type, the band their least and greatest.
+    Each type has a panel; its line is the mean over the layers of the type, its band their minimum and maximum.
 
     Args:
-        records: What `recovery.History` recorded (`model.training_history`) with `RetexConfig(recovery="affine")`.
-        path: Where to save the picture.
+        records: Records of `recovery.History` (`model.training_history`) with `RetexConfig(recovery="affine")`.
+        path: File to save the figure to.
 
     >>> from retex_hf.artifact.plots import plot_gammas
     >>> gamma = {"layer.0.query.weight": 1.0, "layer.1.query.weight": 0.5}
@@ -95,7 +95,7 @@ def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
     _require(records, 'No gamma was recorded: only training with RetexConfig(recovery="affine") has one.')
     types = _by_type(records[0]["gamma"])
     steps = _column(records, "step")
-    # One panel per type: bands of many types on top of each other cannot be told apart.
+    # One panel per type, because bands of many types would overlap.
     columns = min(len(types), GAMMA_COLUMNS)
     rows = -(-len(types) // columns)
     figure, panels = _figure((), width=max(2.6 * columns, 4.0), height=1.8 * rows + 1.0, rows=rows, columns=columns)
@@ -108,7 +108,7 @@ def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
         axes.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
         axes.set_title(_two_lines(_plain(kind)), fontsize=7)
         axes.tick_params(labelsize=7, labelbottom=True)
-    # Gammas differ from 1 in the third digit; an offset would hide the 1.
+    # Gammas differ from 1 in the third digit; an axis offset would hide the 1.
     panels[0].ticklabel_format(axis="y", useOffset=False)
     for axes in panels[len(types) :]:
         axes.remove()
@@ -121,11 +121,11 @@ def plot_gammas(records: Records, path: str | Path | None = None) -> Figure:
 
 
 def plot_energy_ratios(ratios: Mapping[str, Tensor | Sequence[float]], path: str | Path | None = None) -> Figure:
-    """The paper's rho_q: how much of each task's difference its top q singular directions hold.
+    """Plot the paper's rho_q: the share of each task's difference in its top q singular directions.
 
     Args:
         ratios: `{task: rho_q for q = 1, 2, ...}`, as in `Analysis.energy_ratios`.
-        path: Where to save the picture.
+        path: File to save the figure to.
 
     >>> from retex_hf.artifact.plots import plot_energy_ratios
     >>> figure = plot_energy_ratios({"paws": [0.5, 0.75, 1.0]})
@@ -156,13 +156,13 @@ def plot_energy_ratios(ratios: Mapping[str, Tensor | Sequence[float]], path: str
 
 
 def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> Figure:
-    """Relative error of every recovered parameter, in the order of the model and coloured by type of layer.
+    """Plot the relative error of every recovered parameter, in model order and coloured by type of layer.
 
-    Types that are stored exactly (vectors, as a rule) share one entry of the legend.
+    Types that are stored exactly (usually vectors) share one entry of the legend.
 
     Args:
         errors: `{parameter name: relative error}`, as in `model.recovery_errors`.
-        path: Where to save the picture.
+        path: File to save the figure to.
 
     >>> from retex_hf.artifact.plots import plot_errors
     >>> figure = plot_errors({"layer.0.weight": 0.5, "layer.0.bias": 0.0, "layer.1.weight": 0.25, "layer.1.bias": 0.0})
@@ -174,7 +174,7 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
     types = _by_type(errors)
     lossy = {kind: names for kind, names in types.items() if any(errors[name] > EXACT for name in names)}
     exact = [name for kind, names in types.items() if kind not in lossy for name in names]
-    # Wide enough for one marker per parameter, up to a width that a page still shows; high enough for the labels below.
+    # Wide enough for one marker per parameter, up to the width of a page; high enough for the labels below.
     width = min(max(6.0, 0.05 * len(errors)), 14.0)
     height = 4.0 + CHARACTER_WIDTH * max(len(_block(name)) for name in errors)
     figure, (axes,) = _figure([*lossy, "stored exactly (000)"], width=width, height=height)
@@ -204,11 +204,11 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
 
 
 def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None) -> Figure:
-    """Error against storage, for uniform ranks and for rank budgets of the same storage.
+    """Plot error against storage, for uniform ranks and for rank budgets of the same storage.
 
     Args:
-        points: From `Analysis.storage_curve` or `error_against_storage`.
-        path: Where to save the picture.
+        points: Points from `Analysis.storage_curve` or `error_against_storage`.
+        path: File to save the figure to.
 
     >>> from retex_hf.workflows.analysis import StoragePoint
     >>> from retex_hf.artifact.plots import plot_storage
@@ -248,10 +248,10 @@ def save_figures(
     errors: Mapping[str, float] | None = None,
     storage: Sequence[StoragePoint] | None = None,
 ) -> dict[str, Path]:
-    """Draw everything there is data for into `folder/figures`; what is None or empty is left out.
+    """Draw all figures that have data into `folder/figures`; skip those whose data is None or empty.
 
     Args:
-        folder: Usually that of a saved model, whose card then shows the figures.
+        folder: Usually the folder of a saved model, whose card then shows the figures.
         records: Training records (`losses.png`, and `gammas.png` where one run recorded gammas).
         energy_ratios: See `plot_energy_ratios` (`energy_ratios.png`).
         errors: See `plot_errors` (`errors.png`).
@@ -282,7 +282,7 @@ def save_figures(
 
 
 def layer_type(name: str) -> str:
-    """A parameter's name without the numbers of layers.
+    """Return a parameter's name without layer numbers.
 
     >>> from retex_hf.artifact.plots import layer_type
     >>> layer_type("encoder.layer.11.attention.self.query.weight")
@@ -292,7 +292,7 @@ def layer_type(name: str) -> str:
 
 
 def _by_type(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by type, both in order."""
+    """Group names by type, keeping the order of both."""
     types: dict[str, list[str]] = {}
     for name in names:
         types.setdefault(layer_type(name), []).append(name)
@@ -300,14 +300,14 @@ def _by_type(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _block(name: str) -> str:
-    """The part of a model that a parameter belongs to: down to the first number, else two levels above it."""
+    """Return the part of a model that a parameter belongs to: up to the first number, else two levels up."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[: max(len(parts) - 2, 1)])
 
 
 def _tick_blocks(axes: Axes, names: list[str]) -> None:
-    """Name the blocks of a model along the x axis and shade every other one."""
+    """Label the blocks of a model along the x axis and shade every other one."""
     blocks, start = [], 0
     for block, members in groupby(names, _block):
         end = start + len(list(members))
@@ -335,9 +335,9 @@ def _column(records: Records, key: str) -> list[float]:
 def _figure(
     labels: Collection[str], *, width: float = 7.0, height: float = 4.5, rows: int = 1, columns: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure with room for a legend of these labels, and its axes, row by row."""
+    """Return an empty figure with room for a legend of these labels, and its axes, row by row."""
     if len(labels) > LEGEND_INSIDE:
-        # The text, and the line in front of it.
+        # Text, and the line sample in front of it.
         width += -(-len(labels) // LEGEND_ROWS) * (CHARACTER_WIDTH * max(map(len, labels)) + 0.6)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False).ravel().tolist()
@@ -349,7 +349,7 @@ def _figure(
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    # Not matplotlib's own choice of handles: it leaves out labels that begin with an underscore, as a task's name may.
+    # Matplotlib's default handles omit labels that begin with an underscore, as a task's name may.
     handles = [line for line in axes.lines if line.get_label() and not line.get_label().startswith("_child")]
     labels = [line.get_label() for line in handles]
     if len(handles) > LEGEND_INSIDE:
@@ -360,20 +360,20 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def _line_style(index: int) -> dict[str, Any]:
-    """Colours first, then dashes: 28 styles before one comes again."""
+    """Return the style of a line, varying colours first, then dashes: 28 distinct styles."""
     dashes = LINES[(index // len(COLOURS)) % len(LINES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes, "linewidth": 1.4}
 
 
 def _marker_if_sparse(values: Sequence[float]) -> str | None:
-    """Few points are shown as such; a single one would draw no line at all."""
+    """Return a marker if there are few points; a single point would draw no line."""
     return "o" if len(values) <= 20 else None
 
 
 def _draw_with_mean(
     axes: Axes, steps: Sequence[float], values: Sequence[float], label: str, style: dict[str, Any]
 ) -> None:
-    """A curve; if it is long, pale and with its running mean on top."""
+    """Draw a curve; if it is long, draw it pale with its running mean on top."""
     window = len(values) // MEAN_SHARE
     if window < 2:
         axes.plot(steps, values, label=label, marker=_marker_if_sparse(steps), markersize=3, **style)
@@ -393,14 +393,14 @@ def _two_lines(text: str, length: int = 34) -> str:
 
 
 def _log_if_wide(axes: Axes) -> None:
-    """A logarithmic y axis where the data are positive and span more than a factor of ten."""
+    """Use a logarithmic y axis if the data are positive and span more than a factor of ten."""
     values = [value for line in axes.lines for value in line.get_ydata() if isfinite(value)]
     if values and min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
 
 
 def _plain(text: str) -> str:
-    """Dollar signs of a user's name are no formula."""
+    """Escape dollar signs, which matplotlib would read as a formula."""
     return text.replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""From texts and images to batches, with the tokenizer or processor that lies beside a model's weights."""
+"""Conversion of texts and images to batches, with the tokenizer or processor stored next to a model's weights."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ..utils.paths import as_path
 from .reading import read_config_files, read_side_files
 
 TEXT, IMAGE = "text", "image"
-# Where transformers looks for the settings of an image processor, in this order; timm's are in the model's own.
+# Files in which transformers looks for an image processor's settings, in this order; timm's are in the model's own.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 class Preprocessor:
-    """Makes batches of raw inputs: keyword arguments of the model's `forward`.
+    """Converts raw inputs to batches: keyword arguments of the model's `forward`.
 
     Args:
         kind: `"text"` (strings, or pairs of strings) or `"image"` (PIL images, or arrays of bytes).
         collate: Turns a list of such inputs into a batch.
-        tokenizer: What turns generated token ids into text again, where the model reads texts.
-        encode_texts: For dual encoders of images and texts: what turns class prompts into a batch of the text side.
+        tokenizer: Decodes generated token ids, where the model reads texts.
+        encode_texts: For dual encoders of images and texts: turns class prompts into a batch for the text encoder.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ def _is_text(value: Any) -> bool:
 def load_preprocessor(
     folder: str | Path, model: nn.Module, *, max_length: int | None = None, tokens: int | None = None
 ) -> Preprocessor:
-    """The preprocessor of a model, from the files of a folder.
+    """Load the preprocessor of a model from the files of a folder.
 
     Args:
-        folder: Where tokenizer or processor files lie, such as an artifact; of that, they must be those it records.
-        model: The wrapped model; it decides between texts and images.
-        max_length: Texts are cut after so many tokens; default: what the tokenizer and the model can take.
-        tokens: How many tokens the task knows whose tokenizer this is; default: as many as the model.
+        folder: Folder with tokenizer or processor files; those of an artifact must be as recorded.
+        model: The wrapped model; it determines whether inputs are texts or images.
+        max_length: Truncate texts to this many tokens; default: the limit of the tokenizer and the model.
+        tokens: Vocabulary size of the task whose tokenizer this is; default: that of the model.
     """
     if library_of(model) not in (hf_transformers, openclip):
         raise InputError(
@@ -107,9 +107,9 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
     tokenizer, folder = files.load(AutoTokenizer, "tokenizer"), files.folder
     generates_in_place = model.can_generate() and not model.config.is_encoder_decoder
     if generates_in_place:
-        tokenizer.padding_side = "left"  # what is generated must follow the text, not the padding
+        tokenizer.padding_side = "left"  # generated tokens must follow the text, not the padding
     if tokenizer.pad_token is None:
-        # What is padded is masked, so any token will do; this is the usual one.
+        # Padding is masked, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise ArtifactError(f"The tokenizer in {folder} has neither a padding token nor one that ends a text.")
@@ -119,7 +119,7 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
             f"The tokenizer in {folder} cuts texts after {brief(tokenizer.model_max_length)} tokens: expected a number "
             "above 0 as its model_max_length."
         )
-    # A tokenizer that knows no limit says so by a huge number.
+    # A tokenizer without a limit gives a huge number.
     longest = int(min(tokenizer.model_max_length, positions or tokenizer.model_max_length))
     if max_length is None:
         max_length = longest
@@ -131,7 +131,7 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
     def collate(texts: list[Any]) -> dict[str, Tensor]:
         pairs = [text if isinstance(text, (tuple, list)) else (text, None) for text in texts]
         kinds = {second is None for _, second in pairs}
-        if len(kinds) > 1:  # texts of one task and pairs of another, which tokenizers take one by one only
+        if len(kinds) > 1:  # tokenizers do not take a mix of texts and pairs in one call
             rows = [tokenizer(first, second, **cut) for first, second in pairs]
             return _check_tokens(dict(tokenizer.pad(rows, return_tensors="pt")), known, folder)
         columns = [list(column) for column in zip(*pairs, strict=True)]
@@ -142,7 +142,7 @@ def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | No
 
 
 def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[str, Tensor]:
-    """Refuse tokens that the model has no embedding for: torch would end with an index out of range."""
+    """Refuse tokens without an embedding, for which torch would only report an index out of range."""
     tokens = batch["input_ids"]
     if tokens.shape[-1] == 0:
         raise InputError("The tokenizer makes no tokens of these texts: expected texts that are not empty.")
@@ -158,7 +158,7 @@ def _open_clip_preprocessor(files: _SideFiles, model: nn.Module) -> Preprocessor
     path, settings = files.folder / openclip.CONFIG, model.visual.preprocess_cfg
     try:
         transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
-    except Exception as error:  # OpenCLIP asserts what it expects, without a word
+    except Exception as error:  # OpenCLIP uses assertions without messages
         raise ArtifactError(
             f"{path} has a preprocess_cfg that OpenCLIP does not read ({first_line(error)}): expected its own words "
             f"and numbers, not {brief(settings)}."
@@ -184,7 +184,7 @@ class _SideFiles:
     def read(cls, folder: Path, library: ModuleType) -> _SideFiles:
         home = folder.parent if is_task_tokenizer(folder.name) else folder
         files = vetted_side_files(home, read_side_files(home))
-        if home != folder:  # of an artifact, a task's own
+        if home != folder:  # a task's own tokenizer in an artifact
             inside = f"{folder.name}/"
             files = {name.removeprefix(inside): data for name, data in files.items() if name.startswith(inside)}
         beside = read_config_files(home, library.CONFIG)
@@ -193,13 +193,13 @@ class _SideFiles:
         return cls(folder, files)
 
     def load(self, auto_class: type, what: str) -> Any:
-        """Load a tokenizer or processor of transformers from a copy of these files: it can read nothing else."""
+        """Load a tokenizer or processor of transformers from a private copy, so that it can read nothing else."""
         try:
             with contained(self.folder), private_copy(self.content) as copy:
                 loaded = auto_class.from_pretrained(copy, trust_remote_code=False)
         except WriteError:
             raise
-        except Exception as error:  # whatever a missing or foreign file makes transformers raise
+        except Exception as error:  # transformers may raise anything on missing or untrusted files
             raise ArtifactError(
                 f"{self.folder} holds no {what} that loads ({first_line(error)}); save the {what} of the base there."
             ) from error
@@ -207,7 +207,7 @@ class _SideFiles:
         return loaded
 
     def image_processor(self, mode: str) -> CheckedProcessor:
-        """Load an image processor of transformers likewise; it gets images of this mode."""
+        """Load an image processor of transformers in the same way; it receives images of this mode."""
         processor = self.load(AutoImageProcessor, "image processor")
         name = next((name for name in PROCESSORS if name in self.content), hf_transformers.CONFIG)
 
@@ -217,18 +217,18 @@ class _SideFiles:
         return CheckedProcessor(self.folder / name, processor.to_dict(), process)
 
     def open_clip_tokenizer(self) -> Any:
-        """Load the tokenizer of OpenCLIP's texts likewise."""
+        """Load OpenCLIP's text tokenizer in the same way."""
         try:
             with contained(self.folder), private_copy(self.content) as copy:
                 return open_clip.get_tokenizer(f"local-dir:{copy}")
         except WriteError:
             raise
-        except Exception as error:  # OpenCLIP raises whatever its tokenizers do
+        except Exception as error:  # OpenCLIP passes on any exception of its tokenizers
             raise ArtifactError(f"{self.folder}: the text tokenizer does not load: {first_line(error)}") from error
 
 
 def _rename(attributes: dict[str, Any], old: str, new: str) -> None:
-    """Let an object that keeps the names of its files (to save them again) keep those that stay."""
+    """Replace a temporary path by a permanent one in an object that remembers its files (to save them again)."""
     for key, value in attributes.items():
         if isinstance(value, str) and value.startswith(old):
             attributes[key] = new + value.removeprefix(old)

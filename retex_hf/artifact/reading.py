@@ -1,4 +1,4 @@
-"""A ReTeX folder, read: nothing is trusted before it has been compared with what the configuration says of it."""
+"""Reading of an artifact; nothing is trusted before it has been checked against the configuration."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from .schema import (
 )
 from .state import RetexParts
 
-# How often a folder is read before one that others keep replacing is given up.
+# Attempts at reading a folder that other processes keep replacing.
 ATTEMPTS = 10
 
 
 def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **load_options: Any) -> RetexParts:
-    """Read a folder. Everything is checked before a model is made of it.
+    """Read an artifact, checking everything before the model is made.
 
-    Files are opened one after the other, by name. If the folder is replaced meanwhile (another process saves there), it
-    is read again, because its first files would be of one artifact and its last ones of another.
+    Files are opened one after the other, by name. If another process replaces the folder meanwhile, it is read again,
+    because its files would belong to two artifacts.
 
     Args:
         folder: The artifact.
-        verify: Compare the contents of all files that are read with what is recorded of them. Files are read once, and
-            what was compared is what is used, whatever happens to the files afterwards. Without, weights are mapped.
-        check_finite: Look at every number.
-        load_options: Go to the library of the merged model.
+        verify: Compare the contents of all files with their records. Files are read once and the verified bytes are
+            used, whatever happens to the files afterwards. Otherwise weights are memory-mapped.
+        check_finite: Check every number.
+        load_options: Options for the library of the merged model.
     """
     for _ in range(ATTEMPTS):
         before = _generation(folder)
@@ -74,7 +74,7 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
             options = {**load_options, **_sized_maker(load_options.get("make_model"), parts)}
             model = _load_model(folder, library, files, options)
             _check_feature_layer(folder, model, parts.signatures)
-        except Exception:  # in a folder that is being replaced, any reader may trip over anything
+        except Exception:  # readers may raise anything while a folder is being replaced
             if before is None or _generation(folder) == before:
                 raise
             continue
@@ -89,7 +89,7 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
 
 
 def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> dict[str, Any] | None:
-    """Return the recipe of what is loaded, which does not tell of another dtype than that of most stored numbers."""
+    """Return the recipe of the loaded model; note in it a dtype other than that of most stored numbers."""
     numbers: Counter[torch.dtype] = Counter()
     for info in stored.infos.values():
         if info.dtype.is_floating_point:
@@ -99,7 +99,7 @@ def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> dict[str, Any] 
 
 
 def _generation(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from the one that takes its place: every save writes a configuration of its own."""
+    """Return an identifier of a folder's configuration file, which every save writes anew."""
     try:
         found = (folder / CONFIG_NAME).stat()
     except OSError:
@@ -108,7 +108,7 @@ def _generation(folder: Path) -> tuple[int, int] | None:
 
 
 def read_parts(folder: Path, *, verify: bool = True, check_finite: bool = False) -> tuple[RetexParts, ArtifactFiles]:
-    """Read all of an artifact, checked, but with the merged model on the meta device. Weights stay mapped."""
+    """Read and check an artifact with the merged model on the meta device. Weights stay memory-mapped."""
     files, parts = _read_parts(folder, verify, check_finite, keep=False)
     return parts, files
 
@@ -126,14 +126,14 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
     _check_fits(folder, model, recovery, heads, pretrained)
     _check_vocabulary(folder, model, config, rows, heads)
     _check_labels(folder, model, config, heads)
-    if library is not plain_modules:  # what those are made of is known when they are made
+    if library is not plain_modules:  # the modules of those are known only when they are made
         _check_feature_layer(folder, model, signatures)
     history = read_beside(files, TRAINING_NAME, list) or []
     if not all(isinstance(entry, dict) for entry in history):
         raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
     recipe = read_beside(files, RECIPE_NAME, dict)
     evaluation = read_beside(files, EVALUATION_NAME, dict)
-    home = folder.absolute()  # tokenizers are taken along later, when the current folder may be another
+    home = folder.absolute()  # absolute, because the working directory may change before tokenizers are copied
     parts = RetexParts(
         config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
     )
@@ -149,7 +149,7 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
 def open_artifact(
     folder: Path, section: dict[str, Any], *, verify: bool, keep: bool = False
 ) -> tuple[ArtifactFiles, dict[str, manifest.FileRecord]]:
-    """Open the files that an artifact records, and refuse those that would be taken for a part of it."""
+    """Open the files that an artifact records, and refuse unrecorded ones that would be read as part of it."""
     records = read_manifest(folder, section)
     manifest.check_strays(folder, records, (*TAKEN_FOR_MODELS, *(OWN_FILES if verify else ())))
     return ArtifactFiles.open(folder, records, verify=verify, keep=keep), records
@@ -158,8 +158,7 @@ def open_artifact(
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Return the tokenizer and processor files of a folder, which may be an artifact.
 
-    Of an artifact, they must be those that it records: one that was changed, and one that was added, would change what
-    the model is given.
+    Those of an artifact must be as recorded: a changed or added file would change the model's inputs.
     """
     files = list(side_files(folder))
     check_links(files, folder, ArtifactError)
@@ -176,7 +175,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 
 def read_config_files(folder: Path, name: str) -> FolderFiles:
-    """Return the configuration of a folder's model; of an artifact, as it is recorded."""
+    """Return the configuration of a folder's model; verify that of an artifact."""
     if not (folder / CONFIG_NAME).exists():
         return FolderFiles(folder)
     _, section = read_description(folder)
@@ -185,7 +184,7 @@ def read_config_files(folder: Path, name: str) -> FolderFiles:
 
 
 def recorded_side_files(folder: Path) -> dict[str, manifest.FileRecord] | None:
-    """Return the records of an artifact's tokenizer and processor files; None where a folder is no artifact."""
+    """Return the records of an artifact's tokenizer and processor files; None if the folder is no artifact."""
     if not (folder / CONFIG_NAME).exists():
         return None
     _, section = read_description(folder)
@@ -201,7 +200,7 @@ def check_numbers(source: Source) -> None:
 
 
 def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
-    """Return what an optional YAML or JSON file holds; None where there is no such file."""
+    """Return the content of an optional YAML or JSON file; None if it does not exist."""
     if not files.has(name):
         return None
     path = str(files.folder / name)
@@ -211,7 +210,7 @@ def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
         raise ArtifactError(f"{path} is not text in UTF-8.") from None
     if name.endswith(".yaml"):
         return parse_yaml(text, path, ArtifactError, kind=kind)
-    return parse_json(text, path, ArtifactError, kind=kind, infinite=True)  # a measurement may have come out as NaN
+    return parse_json(text, path, ArtifactError, kind=kind, infinite=True)  # a measurement may be NaN
 
 
 def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
@@ -227,7 +226,7 @@ def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
 def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
     try:
         weights = files.weights(library.WEIGHTS_STEM)
-        # Weights in memory are used by nobody else; mapped ones would change with their file.
+        # Weights in memory belong to this model alone; memory-mapped ones would change with their file.
         options = {"files": files, "copy": not files.tensors, **load_options}
         if library is hf_transformers:
             model = library.load(folder, weights, **options)
@@ -251,7 +250,7 @@ def _check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Names and shapes must be those expected, dtypes too where given; else any floating-point one will do."""
+    """Refuse names, shapes or dtypes other than expected; without `dtypes`, accept any floating-point dtype."""
     where = source.label
     missing = sorted(set(expected) - set(source.infos))
     if missing:
@@ -276,7 +275,7 @@ def _check_tensors(
 def read_recovery(
     files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
 ) -> tuple[RecoveryModule, dict[str, float]]:
-    """Return the recovery module over a folder's weights, and the relative error of every parameter."""
+    """Return the recovery module over an artifact's weights, and the relative error of every parameter."""
     folder = files.folder
     entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
     for name, entry in entries.items():
@@ -299,7 +298,7 @@ def read_recovery(
     shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
     _check_tensors(source, shapes, dtypes)
 
-    # Tensors are taken as they are: where the file is mapped, nothing is ever read of tasks that are not used.
+    # Do not copy tensors: of a memory-mapped file, tasks that are not used are never read.
     made = {
         name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
         for name, stored in parts.items()
@@ -339,7 +338,7 @@ def _read_rows(files: ArtifactFiles, section: dict[str, Any], config: RetexConfi
 def _read_groups(
     files: ArtifactFiles, listed: dict[str, Any], tasks: list[str], stem: str, what: str
 ) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors that each task has of its own in one file, of the shapes that are listed."""
+    """Read each task's own tensors from one file, in the listed shapes."""
     folder = files.folder
     expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
     for key, shape in expected.items():
@@ -386,7 +385,7 @@ def _check_fits(
     heads: dict[str, dict[str, Tensor]],
     pretrained: dict[str, Tensor],
 ) -> None:
-    """The recovery must belong to this merged model, and so must heads and the tensors of the base."""
+    """Refuse recovery tensors, heads or base tensors that do not fit the merged model."""
     tensors = model.state_dict()
     recovered = {name: recovery[name].layout.shape for name in recovery}
     of_base = {name: tuple(tensor.shape) for name, tensor in pretrained.items()}
@@ -419,7 +418,7 @@ def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures 
 
 
 def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:
-    """The caller's function, of which heads may come in any size: those of the first task are what is stored."""
+    """Wrap the caller's function so that heads get the stored size, which is that of the first task."""
     if not callable(make_model) or isinstance(make_model, nn.Module):
         return {} if make_model is None else {"make_model": make_model}
     head = parts.heads[parts.config.tasks[0]]
@@ -427,7 +426,7 @@ def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:
     def make() -> Any:
         model = make_model()
         if not isinstance(model, nn.Module):
-            return model  # which is refused where it is to be filled
+            return model  # refused where its weights are loaded
         known = model.state_dict()
         resize_tensors(
             model,
@@ -449,8 +448,11 @@ def _check_vocabulary(
     rows: Mapping[str, Mapping[str, Tensor]],
     heads: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Every task has the rows that its vocabulary has beyond the merged model's, of the same tensors; without such
-    rows, its tokens are those of its own tables, or of the merged model's."""
+    """Refuse rows that do not match the tasks' vocabularies.
+
+    Every task must have the rows that its vocabulary has beyond the merged model's, in the same tensors. Without such
+    rows, its vocabulary must have the size of its own tables, or of the merged model's.
+    """
     if not config.vocabulary:
         return
     library, tensors = library_of(model), model.state_dict()
@@ -482,7 +484,7 @@ def _check_vocabulary(
 def _check_labels(
     folder: Path, model: nn.Module, config: RetexConfig, heads: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Every class of a head has a label, and no label is without a class."""
+    """Refuse labels that do not match the classes of the heads one to one."""
     if config.labels and set(config.labels) != set(config.tasks):
         raise ArtifactError(
             f"{folder / CONFIG_NAME} has labels for {sorted(config.labels)}, but its tasks are {config.tasks}."

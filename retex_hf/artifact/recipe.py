@@ -1,6 +1,6 @@
-"""A recipe: everything a build needs, as plain values that fit a YAML file.
+"""The recipe: everything a build needs, as plain values for a YAML file.
 
-An artifact carries the recipe it was made by (`retex_recipe.yaml`). Building from it again gives the same files.
+An artifact carries its own recipe (`retex_recipe.yaml`). Building from it again gives the same files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from ..recovery import TrainingConfig
 from ..utils.strict_files import read_yaml
 
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "trunk"}
-# What says where results go, not what they are.
+# Fields that determine where results go, but not the results.
 OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse", "device"}
-# What says how reference inputs are read, besides where they are.
+# Fields that determine how reference inputs are read.
 OF_REFERENCES = ("split", "input_column", "max_length", "seed")
 SIGNED_IN_MEMORY = "fit signatures on batches in memory"
-# Sums depend on their number in the last bit, so a recipe may ask for more than there are cores; not for any number.
+# Sums depend on the number of threads in their last bit, so a recipe may ask for more than there are cores, up to a
+# limit.
 MOST_THREADS = max(256, os.cpu_count() or 1)
 PACKAGES = ("retex-hf", "torch", "transformers", "open_clip_torch")
 
@@ -44,25 +45,25 @@ class Recipe:
         training: Fields of TrainingConfig, for "adam".
         model_config: For OpenCLIP weights without a configuration: the architecture's name.
         check_base: Refuse experts that do not descend from the base.
-        dtype: Of the merged model: float32, bfloat16 or float16. Default: as the first expert is stored.
-        device: Where to merge, solve and sign, such as cuda or cuda:1, or auto: an accelerator, if there is one.
-            Default: the CPU.
+        dtype: Dtype of the merged model: float32, bfloat16 or float16. Default: as the first expert is stored.
+        device: Where to merge, solve and fit signatures, such as cuda or cuda:1, or auto for an accelerator, if there
+            is one. Default: the CPU.
         data: Task names and their data: a folder with train.* and test.* files, a file, or a Hub id. Signatures are
             fitted on them.
-        split: The part of the data that signatures are fitted on.
+        split: The split of the data that signatures are fitted on.
         input_column: The column of texts or images; default: found by common names.
-        max_length: Texts are cut after so many tokens; default: what the tokenizer takes.
-        seed: Of the draw of reference inputs.
-        changes: What was done after the build, in order: `{add: task, expert: source, data: source}`, `{remove: task}`,
+        max_length: Truncate texts to this many tokens; default: the tokenizer's limit.
+        seed: Seed of the draw of reference inputs.
+        changes: Changes after the build, in order: `{add: task, expert: source, data: source}`, `{remove: task}`,
             `{sign: {data: ..., ...}}`.
-        unrecorded: What else was done that no recipe can say, such as fitting signatures on batches in memory.
-        threads: Threads that the solver runs on; sums depend on their number in the last bit. Default: torch's own.
+        unrecorded: Changes that a recipe cannot express, such as fitting signatures on batches in memory.
+        threads: Number of threads of the solver, on which sums depend in their last bit. Default: torch's own.
         made_with: Versions of the libraries that the artifact was made with.
-        output_dir: Where the artifact goes.
+        output_dir: Folder of the artifact.
         push_to_hub: Upload the artifact to this repository.
         mixed_precision: "no", "bf16" or "fp16", for "adam".
         gradient_accumulation_steps: Backward passes per optimizer step, for "adam".
-        log_with: A tracker of accelerate, such as "tensorboard" or "wandb".
+        log_with: A tracker supported by accelerate, such as "tensorboard" or "wandb".
         cpu: Stay on the CPU.
         analyse: Also draw the experts' spectra, and error against storage.
 
@@ -107,12 +108,12 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "The recipe") -> Recipe:
-        """A recipe from plain values; `where` names them in messages."""
+        """Make a recipe from plain values; `where` names them in messages."""
         if not isinstance(values, dict):
             raise ConfigError(f"{where} must hold keys and values.")
         _check_keys(values, field_names(cls), where)
         values = {key: value for key, value in values.items() if value is not None}
-        if values.get("mixed_precision") is False:  # YAML reads a bare `no` so
+        if values.get("mixed_precision") is False:  # YAML reads a bare `no` as False
             values["mixed_precision"] = "no"
         for field in dataclasses.fields(cls):
             if field.name in values:
@@ -122,17 +123,17 @@ class Recipe:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values that are not the defaults."""
+        """Return the values that differ from their defaults."""
         default = Recipe()
         values = {name: getattr(self, name) for name in field_names(Recipe, ordered=True)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def stored(self) -> dict[str, Any]:
-        """What an artifact keeps: all that the result depends on."""
+        """Return the part that an artifact keeps: everything that the result depends on."""
         return {name: value for name, value in self.to_dict().items() if name not in OF_THE_RUN}
 
     def check(self) -> None:
-        """Refuse a recipe that nothing can be built from."""
+        """Refuse a recipe that cannot be built."""
         if not self.base or not self.experts:
             raise ConfigError("A build needs a base and experts, from a recipe or as flags.")
         for task in self.experts:
@@ -167,10 +168,9 @@ def describe_build(
     check_base: bool = True,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any] | None:
-    """The recipe of a build, or None where something of it is in memory only.
+    """Return the recipe of a build, or None if one of its sources exists only in memory.
 
-    Paths are kept as they were given. `revisions` holds the commit of every Hub source (by its text): what a branch
-    holds changes, a commit does not.
+    Paths are kept as given. `revisions` holds the commit of every Hub source, because a branch can move.
     """
     if not all(isinstance(source, (str, PathLike)) for source in (base, *experts.values())):
         return None
@@ -196,7 +196,7 @@ def describe_build(
 
 
 def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str, str]:
-    """The data of those tasks that a recipe names data for, in the build or in later changes.
+    """Return the data of those tasks for which a recipe names data, in the build or in later changes.
 
     >>> from retex_hf.artifact.recipe import known_data
     >>> changes = [{"add": "b", "expert": "x", "data": {"b": "b.txt"}}, {"remove": "c"}]
@@ -211,7 +211,7 @@ def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str,
 
 
 def known_experts(recipe: dict[str, Any]) -> dict[str, str]:
-    """The experts that a recipe names, in the build or in later changes."""
+    """Return the experts that a recipe names, in the build or in later changes."""
     built = recipe.get("experts", {})
     _check_kind(built, "dict[str, str]", "'experts' of the artifact's recipe")
     added = [(change["add"], change.get("expert")) for change in stored_changes(recipe) if "add" in change]
@@ -222,7 +222,7 @@ def known_experts(recipe: dict[str, Any]) -> dict[str, str]:
 
 
 def known_base(recipe: dict[str, Any]) -> str | None:
-    """The base that a recipe names."""
+    """Return the base that a recipe names, or None."""
     if recipe.get("base") is not None:
         _check_kind(recipe["base"], "str", "'base' of the artifact's recipe")
     return recipe.get("base")
@@ -231,13 +231,13 @@ def known_base(recipe: dict[str, Any]) -> str | None:
 def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool, instead: str) -> None:
     """Refuse to read what an artifact's recipe names, unless its author is trusted.
 
-    The artifact may be a stranger's: what it names would be asked of the Hub, or read from this machine and shown.
+    An untrusted recipe could request any Hub repository, or have local files read and shown.
 
     Args:
-        named: What would be read, and where the recipe says that it is.
-        artifact: Whose recipe it is.
-        trusted: Whether the caller has said so.
-        instead: How the caller can name it.
+        named: Sources that would be read, and their locations according to the recipe.
+        artifact: The artifact whose recipe it is.
+        trusted: Whether the caller trusts the author.
+        instead: How the caller can name the data explicitly.
     """
     if named and not trusted:
         shown = ", ".join(f"{what}: {brief(source)}" for what, source in named.items())
@@ -248,7 +248,7 @@ def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool,
 
 
 def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
-    """How the inputs were read that all tasks were last signed with: `OF_REFERENCES`, where not at their defaults.
+    """Return the `OF_REFERENCES` of the last fit of signatures for all tasks, where they differ from the defaults.
 
     >>> from retex_hf.artifact.recipe import last_references
     >>> last_references({"max_length": 32, "changes": [{"remove": "c"}, {"sign": {"data": {}, "max_length": 64}}]})
@@ -261,7 +261,7 @@ def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def stored_changes(recipe: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the changes in an artifact's recipe, which is read as plain values and may hold anything."""
+    """Return the changes in an artifact's recipe, which is untrusted."""
     changes = recipe.get("changes", [])
     if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
         raise ConfigError(f"'changes' of the artifact's recipe must be a list of changes, not {brief(changes)}.")
@@ -269,7 +269,7 @@ def stored_changes(recipe: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_references(values: Any) -> dict[str, Any]:
-    """Return what says where reference inputs are and how they are read, each of its own kind."""
+    """Return the location and reading options of reference inputs, checking the type of each."""
     if not isinstance(values, dict):
         raise ConfigError(f"'sign' of the artifact's recipe must hold keys and values, not {brief(values)}.")
     kinds = {field.name: str(field.type) for field in dataclasses.fields(Recipe)}
@@ -280,20 +280,20 @@ def _read_references(values: Any) -> dict[str, Any]:
 
 
 def signed_task_in_memory(task: str) -> str:
-    """How a recipe says that one task was signed so when it was added."""
+    """Return the note that an added task's signature was fitted on batches in memory."""
     return f"sign task {task!r} with batches in memory"
 
 
 def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The recipe of a model whose signatures were fitted on batches that no recipe can name.
+    """Note in a recipe that signatures were fitted on batches that it cannot name.
 
-    Earlier signatures stay in it: tasks that were added since have joined them.
+    Earlier signatures stay in it, because tasks added since have joined them.
     """
     return _unrecorded(recipe, SIGNED_IN_MEMORY)
 
 
 def cast_when_loaded(recipe: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The recipe of a model that was loaded in another dtype than it is stored in, and may be saved so.
+    """Note in a recipe that the model was loaded in another dtype than stored, and may be saved in it.
 
     >>> import torch
     >>> from retex_hf.artifact.recipe import cast_when_loaded
@@ -314,7 +314,7 @@ def _unrecorded(recipe: dict[str, Any] | None, what: str) -> dict[str, Any] | No
 
 @contextmanager
 def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
-    """As many threads as the recipe was built with, if it says so."""
+    """Use as many threads as the recipe was built with, if it says so."""
     usual, wanted = torch.get_num_threads(), (recipe or {}).get("threads")
     _check_threads(wanted)
     torch.set_num_threads(wanted or usual)
@@ -331,20 +331,20 @@ def _check_threads(threads: Any) -> None:
 
 
 def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
-    """The fields of a configuration that a user may set and that are not at their defaults."""
+    """Return the user-settable fields of a configuration that differ from their defaults."""
     default = type(config)()
     names = [field.name for field in dataclasses.fields(config) if field.name not in FILLED_ON_BUILD]
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def field_names(cls: type, ordered: bool = False) -> Any:
-    """Names of a dataclass's fields."""
+    """Return the names of a dataclass's fields."""
     names = [field.name for field in dataclasses.fields(cls)]
     return names if ordered else set(names)
 
 
 def settable_fields() -> set[str]:
-    """Fields of RetexConfig that a person sets."""
+    """Return the fields of RetexConfig that a user can set."""
     return field_names(RetexConfig) - FILLED_ON_BUILD
 
 
@@ -364,7 +364,7 @@ def _check_keys(values: Any, known: set[str], where: str) -> None:
         raise ConfigError(f"{where} has no key {unknown[0]!r}; its keys are {sorted(known)}.")
 
 
-# What the annotation of a field allows, in words; others are checked where they are used.
+# Types by annotation, and their description; other annotations are checked where the values are used.
 KINDS = {
     "str": (str, "a text"),
     "str | None": (str, "a text"),

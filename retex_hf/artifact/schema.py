@@ -1,4 +1,4 @@
-"""`retex_config.json` of a saved folder: what it says of the folder itself. The one place that knows file names."""
+"""The schema of a saved folder: its file names, and the "artifact" section of `retex_config.json`."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ OWN_FILES = (
     "diffusion_pytorch_model.safetensors.index.json", "modules.json", "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )  # fmt: skip
-# What else shows that a folder holds a model already.
+# Further files that show that a folder already holds a model.
 FOREIGN_MODELS = (
     "adapter_config.json",
     "pytorch_model*.bin",
     "open_clip_pytorch_model.bin",
     "diffusion_pytorch_model*.bin",
 )
-# What transformers would read in place of the merged model, or lay over it: adapters, configurations for one version of
-# it, checkpoints of distributed training (which are pickled).
+# Files that transformers would read instead of the merged model or apply to it: adapters, version-specific
+# configurations, and checkpoints of distributed training (which are pickled).
 TAKEN_FOR_MODELS = ("adapter_config.json", "adapter_model*", "config.*.json", ".metadata", "*.distcp")
 
 
 def described_weights(parts: RetexParts) -> dict[str, Any]:
-    """What the configuration says of the weights beside the merged model's."""
+    """Return the configuration's entries for the weights other than the merged model's."""
     rows = {task: {name: list(tensor.shape) for name, tensor in own.items()} for task, own in parts.rows.items()}
     return {
         "library": library_of(parts.model).NAME,
@@ -62,12 +62,12 @@ def described_weights(parts: RetexParts) -> dict[str, Any]:
 
 
 def head_key(task: str, name: str) -> str:
-    """The name of one task's head tensor in the file of all heads."""
+    """Return the name of a task's head tensor in the file of all heads."""
     return f"{task}/{name}"
 
 
 def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> dict[str, Any]:
-    """How one parameter is recovered: its layout, where its generator is, and how large the error is."""
+    """Describe how one parameter is recovered: its layout, its generator and its error."""
     layout = recovery[name].layout
     values: dict[str, Any] = {"shape": list(layout.shape), "kind": layout.kind}
     if layout.kind == MATRIX:
@@ -81,21 +81,21 @@ def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> 
 
 
 def read_manifest(folder: Path, section: dict[str, Any]) -> dict[str, manifest.FileRecord]:
-    """The files that an artifact consists of, as its configuration records them."""
+    """Return the records of an artifact's files from its configuration."""
     return manifest.from_json(folder / CONFIG_NAME, section.get("files"))
 
 
 def seal(values: dict[str, Any]) -> str:
-    """The SHA-256 of what a configuration says, whatever its spaces; its own `"seal"` left out."""
+    """Return the SHA-256 of a configuration's values, independent of whitespace and without its own `"seal"`."""
     section = {key: value for key, value in values["artifact"].items() if key != "seal"}
     text = json.dumps({**values, "artifact": section}, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig, dict[str, Any]]:
-    """The configuration of a folder, and what it says of the folder itself.
+    """Return the configuration of a folder and its "artifact" section.
 
-    `verify`: it must be as it was written. (Its own checksum is in it, as those of all other files are.)
+    With `verify`, refuse a configuration that was changed after it was written; it contains its own checksum.
     """
     try:
         values = read_config_file(folder / CONFIG_NAME)
@@ -127,7 +127,7 @@ def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig,
 
 @dataclass(frozen=True)
 class Entry:
-    """What the configuration says of one recovered parameter."""
+    """The configuration's description of one recovered parameter."""
 
     layout: Layout
     generator: str
@@ -150,7 +150,7 @@ class Entry:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value is a whole number that may be the size of something."""
+    """Return whether a value is a whole number that can be a size."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
 
 
@@ -163,7 +163,7 @@ def _is_valid(layout: Layout) -> bool:
         return False
     if layout.kind == MATRIX:
         return prod(layout.shape) == prod(layout.stacked_shape) > 0 and layout.rank >= inner > 0
-    # What a matrix is cut into says nothing of the others.
+    # Only a matrix uses the other fields of a layout.
     return layout == Layout(layout.shape, layout.kind) and (layout.kind == VECTOR or prod(layout.shape) > 0)
 
 

@@ -1,4 +1,4 @@
-"""How many bytes each part of a model takes, and what its experts would take on their own."""
+"""Bytes of each part of a model, and of its experts if stored separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGNATURES, PRETRAINED = "signatures", "base, for features"
 
 
 def sizes_of(parts: RetexParts) -> dict[str, int]:
-    """Bytes of the tensors of each part: the merged model without a head, the recovery of all tasks, and so on."""
+    """Return the bytes of each part's tensors: the merged model without a head, the recovery, and so on."""
     tensors = parts.model.state_dict(keep_vars=True)
     own = {name for head in parts.heads.values() for name in head}
     body = (tensors[name] for name in take_inventory(parts.model).shapes if name in tensors and name not in own)
@@ -31,7 +31,7 @@ def sizes_of(parts: RetexParts) -> dict[str, int]:
 
 
 def bytes_of_experts(sizes: Mapping[str, int], tasks: int) -> int:
-    """Bytes of all experts: the body as often as there are tasks, every head, and rows of a task's own tokens.
+    """Return the bytes of all separate experts: one body per task, every head, and rows of tasks' own tokens.
 
     >>> from retex_hf.artifact.sizes import BODY, HEADS, bytes_of_experts
     >>> bytes_of_experts({BODY: 100, HEADS: 7}, tasks=3)

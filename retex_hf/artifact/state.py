@@ -1,4 +1,4 @@
-"""What a `RetexModel` is made of: a build produces it, a folder on disk holds it."""
+"""The parts of a `RetexModel`, as a build produces them and a folder stores them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from ..routing import Signatures, WeightSignatures
 
 @dataclass
 class RetexParts:
-    """The merged model and all that recovers and identifies its experts.
+    """The merged model and everything that recovers and identifies its experts.
 
-    `heads` are the tensors each task keeps whole; `errors` the relative recovery error of each parameter; `pretrained`
-    the base's tensors where features come from them; `side_folder` is where tokenizer and processor files lie,
-    `history` the record of a training run, `recipe` what a build of the same artifact needs (None where it cannot be
-    written down, because experts were in memory), and `evaluation` the figures that were last measured.
-    Where vocabularies differ, `rows` are each task's rows of tokens that the merged model lacks, and `tokenizers` says
-    where the tokenizers lie that tasks have of their own. `unverified`: it was read from files whose contents were not
-    compared with what is recorded of them.
+    `heads` are the tensors that each task stores whole, `errors` the relative recovery error of each parameter,
+    `pretrained` the base's tensors where features come from them, `side_folder` the folder of tokenizer and processor
+    files, `history` the record of a training run, `recipe` the recipe of the artifact (None if experts were in memory),
+    and `evaluation` the latest measurements. Where vocabularies differ, `rows` are each task's rows of tokens that the
+    merged model lacks, and `tokenizers` the folders of tasks' own tokenizers. `unverified` is set if the parts were
+    read from files that were not compared with their records.
     """
 
     config: RetexConfig

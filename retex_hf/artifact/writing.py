@@ -1,4 +1,4 @@
-"""A ReTeX folder, written: whole or not at all."""
+"""Atomic writing of an artifact."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from .schema import (
 )
 from .state import RetexParts
 
-# What a save takes the place of: tokenizers of tasks that are gone must not stay behind.
+# Files that a save replaces; this removes tokenizers of deleted tasks.
 REPLACED = (*OWN_FILES, TASK_TOKENIZERS)
 
 
 def write(
     parts: RetexParts, folder: str | Path, max_shard_size: str | int, *, name: str | None = None, figures: bool = False
 ) -> None:
-    """Write a folder. It appears complete or not at all; a previous one survives a failure; foreign files are kept.
+    """Write an artifact atomically; on failure the previous folder stays. Keep files that are not part of it.
 
     `name` and `figures` are those of `write_card`.
     """
@@ -65,14 +65,14 @@ def write(
 
 
 def write_plain(parts: RetexParts, folder: Path, max_shard_size: str | int, *, previous: Path | None = None) -> None:
-    """Write all of an artifact but its card into an empty folder, which takes the place of a `previous` one."""
+    """Write an artifact without its card into an empty folder, which will replace the `previous` one."""
     library_of(parts.model).save(parts.model, folder, max_shard_size)
     _write_weights(parts, folder, max_shard_size)
     _write_description(parts, folder, previous)
 
 
 def check_replaceable(folder: str | Path) -> Path:
-    """Return the absolute path of a folder to save into. One with a model of its own, and no artifact, is refused."""
+    """Return the absolute path of a folder to save into; refuse one that holds a model other than an artifact."""
     folder = check_movable(folder)
     if not (folder / CONFIG_NAME).exists():
         found = sorted(file.name for pattern in (*OWN_FILES, *FOREIGN_MODELS) for file in folder.glob(pattern))
@@ -85,17 +85,17 @@ def check_replaceable(folder: str | Path) -> Path:
 
 
 def rewrite_description(parts: RetexParts, folder: str | Path) -> None:
-    """Write again what is small in a folder; the merged model's files stay, and must be those of `parts`."""
+    """Rewrite an artifact's metadata; weights stay, and must be those of `parts`."""
     folder = check_target(folder)
-    # The tokenizer in there may be newer than the one that the model was built with.
+    # The folder's tokenizer may be newer than the one that the model was built with.
     carry_over(dataclasses.replace(parts, side_folder=folder), folder, folder)
 
 
 def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
-    """Write a folder with the merged model and the weights of another one, `source`, which must be those of `parts`.
+    """Write an artifact with the merged model and the weights of `source`, which must be those of `parts`.
 
-    A model may have been loaded in another dtype than its files have: its configuration is copied along with them, not
-    written anew. See `write`.
+    The model's configuration is copied, not rewritten, because the model may have been loaded in another dtype than its
+    files have. See `write`.
     """
     _, section = read_description(source, verify=not parts.unverified)
     if any(section.get(key) != value for key, value in described_weights(parts).items()):
@@ -108,7 +108,7 @@ def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
     ]
     for file in weights:
         manifest.check_file(source, file.name)
-    # Of a model that was read unchecked nobody knows whether its files are still those that were recorded.
+    # A model read without verification may no longer match its recorded files.
     known = {} if parts.unverified else read_manifest(source, section)
     records = {file.name: known[file.name] for file in weights if file.name in known}
     with replacing(folder, REPLACED) as new:
@@ -120,7 +120,7 @@ def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
 
 
 def _copy_over(source: Path, folder: Path, known: Mapping[str, manifest.FileRecord]) -> None:
-    """Replace the files of a folder by those of the same name in another, which must be as recorded where they are."""
+    """Replace the files of a folder by those of the same name in another; verify those that are recorded."""
     names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     names = [name for name in names if (source / name).exists()]
     check_links([source / name for name in names], source, ArtifactError)
@@ -132,23 +132,23 @@ def _copy_over(source: Path, folder: Path, known: Mapping[str, manifest.FileReco
 
 
 def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
-    """Write the card and its figures again; everything else in the folder stays as it is."""
+    """Rewrite the card and its figures; leave everything else in the folder unchanged."""
     folder = check_target(folder)
     with replacing(folder) as new:
         if folder.is_dir():
-            keep_files(folder, new, (CARD_NAME, FIGURES_FOLDER))  # the card says how large the files are
+            keep_files(folder, new, (CARD_NAME, FIGURES_FOLDER))  # the card states file sizes
         write_card(parts, new, previous=folder, figures=True)
 
 
 def finish(parts: RetexParts, weights: Iterable[Path], folder: Path) -> None:
-    """Write a folder whose `weights` are on the disk already; see `write`. They are shared, not copied."""
+    """Write an artifact whose `weights` are already on disk, by hard links; see `write`."""
     with replacing(folder, REPLACED) as new:
         assemble(parts, weights, new, previous=folder)
         write_card(parts, new, previous=folder)
 
 
 def assemble(parts: RetexParts, weights: Iterable[Path], folder: Path, *, previous: Path | None = None) -> None:
-    """Write all of an artifact but its card into an empty folder; see `finish` and `write_plain`."""
+    """Write an artifact without its card into an empty folder; see `finish` and `write_plain`."""
     _link(weights, folder)
     library_of(parts.model).save_config(parts.model, folder)
     _write_description(parts, folder, previous)
@@ -160,7 +160,7 @@ def _link(weights: Iterable[Path], folder: Path) -> None:
 
 
 def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
-    """The file names of each part of a folder's weights, and the size above which a part is stored in shards."""
+    """Return the file names of each part of an artifact's weights, and the size above which a part is sharded."""
     try:
         limit = convert_file_size_to_int(max_shard_size)
     except ValueError:
@@ -177,7 +177,7 @@ def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str
 
 
 def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -> None:
-    """All weights besides the merged model's."""
+    """Write all weights except the merged model's."""
     save_torch_state_dict(
         _recovery_tensors(parts.recovery),
         folder,
@@ -193,11 +193,11 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
 def _write_description(
     parts: RetexParts, folder: Path, previous: Path | None, known: Mapping[str, manifest.FileRecord] | None = None
 ) -> None:
-    """Write all files that are small: what the folder is, how tasks are recovered and identified, tokenizers.
+    """Write all small files: configuration, signatures, recipe, measurements and tokenizers.
 
-    The configuration comes last, because it records all the others (besides the card, which people edit). Tokenizers
-    come from where the model came from, or else lie in the `previous` folder. Where that is an artifact, they must be
-    as it records them; a file that was added there is not recorded by the way.
+    The configuration is last, because it records all others (except the card, which people edit). Tokenizers come from
+    the model's origin, or else from the `previous` folder. Those of an artifact must match its records; files added
+    there later are not recorded silently.
     """
     for source in (parts.side_folder, previous):
         if source is not None and (source == parts.side_folder or source.is_dir()):

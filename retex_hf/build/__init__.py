@@ -1,1 +1,1 @@
-"""From a base and experts to an artifact: plan, merge, solve, write."""
+"""Building an artifact from a base and experts: plan, merge, solve, write."""

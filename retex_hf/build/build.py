@@ -1,4 +1,4 @@
-"""From a base and experts to a merged model and its recovery module, parameter by parameter."""
+"""Building a merged model and its recovery module from a base and experts, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def build(
     keep_state: bool = False,
     **prepare_options: Any,
 ) -> RetexParts:
-    """Merge the experts and find the recovery of each, in memory. See `RetexModel.from_experts`.
+    """Merge the experts and solve for the recovery of each, in memory. See `RetexModel.from_experts`.
 
-    `keep_state` is that of `train`.
+    `keep_state` is passed to `train`.
     """
     _check_solver(solver, training)
     _check_calibration(config, calibration, readout)
@@ -89,16 +89,16 @@ def build_folder(
     publish: Callable[[RetexParts, Path | None], None] | None = None,
     **prepare_options: Any,
 ) -> Path:
-    """Merge the experts and find the recovery of each, parameter by parameter, straight into a folder.
+    """Merge the experts and solve for the recovery of each, parameter by parameter, straight into a folder.
 
-    The folder is the one that building in memory and saving would give, tensor by tensor. Memory does not grow with the
-    model's depth, but with its largest tensor. It is built beside `output_dir` and moved into place at the end. Killed
-    and started again, the build continues (unless `resume` is False, or something it depends on has changed).
-    `solver="adam"` trains in memory, and saves. A merge that is learned from data is learned in memory, once.
+    The folder has the same tensors as one built in memory and saved. Memory grows with the largest tensor, not with the
+    model's depth. The artifact is built in a staging folder beside `output_dir` and moved into place at the end. An
+    interrupted build is continued when started again, unless `resume` is False or something it depends on has changed.
+    `solver="adam"` trains in memory and saves. A merge that is learned from data is learned in memory, once.
 
-    With `publish`, what was built is not moved into place: the main process calls `publish(parts, folder)`, to make
-    something of it and write that. Weights that are on the disk already lie in `folder`. So several steps are one
-    replacement, and a kill at any moment leaves `output_dir` as it was, or as it should be.
+    With `publish`, the result is not moved into place: the main process calls `publish(parts, folder)`, which changes
+    and writes it. `folder` holds the weights that are already on disk. Several steps thus become one atomic
+    replacement: a kill leaves either the old or the new `output_dir`.
 
     Returns:
         The absolute path of the folder.
@@ -150,12 +150,12 @@ def build_folder(
         folder.mkdir(exist_ok=True)
         store = FolderStore(folder, place, stems, accelerator)
         if data is not None:
-            # Learning runs the model, so it needs one that is not on the meta device.
+            # Learning runs the model, which must therefore not be on the meta device.
             def loaded() -> Blueprint:
                 return prepare(base, experts, config, device=device, **prepare_options)
 
             blueprint = _learn_merge(blueprint, data, loaded, store, accelerator, progress)
-            store.sync()  # learning may have taken long
+            store.sync()  # learning may take long: save its result now
         merged = FileTensors(blueprint.model, blueprint.library, blueprint.inventory, store)
         parts = _construct(blueprint, merged, store, solver, training, accelerator, progress)
         store.sync()
@@ -164,7 +164,7 @@ def build_folder(
         if main and publish is None:
             writing.finish(parts, store.files, target)
         elif main:
-            built = emptied(place / BUILT)  # a kill may have left half of it
+            built = emptied(place / BUILT)  # a killed build may have left part of it
             writing.assemble(parts, store.files, built)
             read = reading.read(built)
             publish(dataclasses.replace(read, side_folder=parts.side_folder, tokenizers=parts.tokenizers), built)
@@ -172,7 +172,7 @@ def build_folder(
 
 
 def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: RetexConfig) -> None:
-    """Refuse to build over what is built from: an artifact may itself be the base of another."""
+    """Refuse to overwrite the base, an expert or the merged checkpoint, any of which may be an artifact."""
     check_tasks(experts)
     sources = {"the base": base, "the merged checkpoint": merge_checkpoint(config)}
     for label, spec in {**sources, **{f"expert {task!r}": expert for task, expert in experts.items()}}.items():
@@ -192,7 +192,7 @@ def _check_solver(solver: str, training: TrainingConfig | None) -> None:
 def _share_work(
     accelerator: Accelerator | None, device: str | torch.device | None, solver: str, given: Iterable[Any]
 ) -> tuple[Accelerator | None, torch.device]:
-    """The processes that share the work, and the device of this one: by default that of a `given` module."""
+    """Return the accelerator and this process's device, which defaults to that of a `given` module."""
     if device is None:
         return accelerator, device_of(*given)
     device = parse_device(device)
@@ -204,7 +204,7 @@ def _share_work(
                 "leave out device, or configure accelerate for it."
             )
     if accelerator is not None and device.index is None and device.type == accelerator.device.type:
-        return accelerator, accelerator.device  # one GPU for each process
+        return accelerator, accelerator.device  # one GPU per process
     return accelerator, device
 
 
@@ -229,9 +229,9 @@ def _learn_merge(
     accelerator: Accelerator | None,
     progress: bool,
 ) -> Blueprint:
-    """The blueprint with the options of its merge found from data, by the main process or by an interrupted build.
+    """Return the blueprint with merge options learned from data, by the main process or by an interrupted build.
 
-    `loaded` gives the same blueprint around a model that can run.
+    `loaded` returns the same blueprint with a model that can run.
     """
     method, options = merge_method(blueprint.config)
     found = store.finished(LEARNING).get(method)
@@ -246,7 +246,7 @@ def _learn_merge(
 
 
 def _check_disk(estimate: BuildEstimate, target: Path) -> None:
-    # What an interrupted build has taken already is either used or cleared away.
+    # Files of an interrupted build are either reused or deleted.
     left = interrupted_build(target)
     taken = 0 if left is None else sum(file.lstat().st_blocks * 512 for file in left.rglob("*"))
     free = shutil.disk_usage(target.parent).free + taken
@@ -325,14 +325,14 @@ def _merge(
     accelerator: Accelerator | None,
     progress: bool,
 ) -> dict[str, bool]:
-    """Fill every tensor of the merged model, the heads and the copy of the base, each expert's tensors read once.
+    """Fill every tensor of the merged model, the heads and the copy of the base, reading each expert's tensors once.
 
-    Returns in which of the merged tensors some expert differs from the merge.
+    Returns, for each merged tensor, whether some expert differs from the merge.
     """
     experts = blueprint.experts
     own, integers, infos = set(experts.heads), set(blueprint.inventory.integers), blueprint.infos
     body = set(experts.names)
-    # Opening a merger may take passes over all experts, so not where everything is merged already.
+    # Opening a merger may take passes over all experts, so skip it if everything is merged already.
     finished = len(store.finished(MERGING)) == len(merged.units)
     merger = None if finished else _open_merger(blueprint)
 
@@ -357,7 +357,7 @@ def _merge(
         merged.write(values)
         differs = {}
         for name, found in tensors.items():
-            # What is stored is the rounded merge, so differences are taken from that.
+            # The rounded merge is stored, so compare with that.
             stored = merged[name].to(blueprint.device)
             differs[name] = any(not torch.equal(tensor.to(stored.dtype), stored) for tensor in found)
         return differs
@@ -372,7 +372,7 @@ def _merge(
 
 
 def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:
-    """A counter or an index of the base, or of the first expert that has it; None where the model computes it."""
+    """Return a counter or index of the base or the first expert that has it; None if the model computes it."""
     for checkpoint in (experts.base, *experts.experts.values()):
         if name in checkpoint:
             return checkpoint.read(name)
@@ -397,5 +397,5 @@ def _open_merger(blueprint: Blueprint) -> Merger:
 
 
 def _published_merge(merge: str | dict[str, Any]) -> str | dict[str, Any]:
-    """What the artifact says of the merge: no path of the machine it was built on."""
+    """Return the merge for the artifact's configuration, without local paths."""
     return Path(merge).name if isinstance(merge, str) and Path(merge).exists() else merge

@@ -1,4 +1,4 @@
-"""What a build will need, said before it starts."""
+"""Estimate of a build's memory and disk needs, made before it starts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..recovery.layout import SHARED_FIRST
 from ..recovery.module import recovery_tensors
 from ..recovery.solver import group_layouts, ruled_layouts
 
-# Tensors of the size of the parameter at work: so many per expert, and some more.
+# Tensors of the size of the current parameter: per expert, and in addition.
 TENSORS_PER_EXPERT, FURTHER_TENSORS = 1, 4
-# Mixtures of the differences (soft training, narrow embeddings) and affine recovery are worked out in float64.
+# Mixtures of the differences (soft training, narrow embeddings) and affine recovery are computed in float64.
 TENSORS_PER_MIXED_EXPERT, TENSORS_PER_AFFINE_EXPERT = 3, 5
-# Float64 matrices of the size of a Gram matrix that its decomposition takes.
+# Float64 matrices of the size of a Gram matrix that its decomposition needs.
 GRAM_MATRICES = 4
 # Float32 models that learning a merge holds besides the task vectors: base, merged, gradients, and one to run.
 LEARNING_MODELS = 4
-# Libraries' own buffers, and what the allocator holds back.
+# Buffers of libraries, and memory held back by the allocator.
 FIXED_MEMORY = 100_000_000
 
 
@@ -29,9 +29,9 @@ FIXED_MEMORY = 100_000_000
 class BuildEstimate:
     """Needs of a build that writes to disk, in bytes.
 
-    `memory` is what the parameter that takes most needs, besides the program itself; a merge that is learned from data
-    needs all experts at once (and room for a batch, which is not counted). `disk` is an upper bound: tensors
-    that all experts share store no recovery, which is known only when they have been read.
+    `memory` is what the most expensive parameter needs, besides the program itself; a merge that is learned from data
+    needs all experts at once (and room for a batch, which is not counted). `disk` is an upper bound: tensors that all
+    experts share need no recovery, which is known only once they are read.
     """
 
     tasks: int
@@ -55,15 +55,15 @@ def estimate_build(
     experts: int,
     learned_vectors: int = 0,
 ) -> BuildEstimate:
-    """The needs of a build.
+    """Estimate the needs of a build.
 
     Args:
-        config: Of the build.
+        config: Configuration of the build.
         infos: All tensors of the merged model.
-        heads: Per task, the tensors it keeps whole.
-        convolutions: Which tensors are weights of convolutions.
-        experts: Bytes that the experts take.
-        learned_vectors: Task vectors to be in memory while the merge is learned; 0 where it is not.
+        heads: Per task, the tensors it stores whole.
+        convolutions: Names of the tensors that are convolution weights.
+        experts: Bytes of the experts.
+        learned_vectors: Number of task vectors in memory while the merge is learned; 0 if it is not learned.
     """
     tasks = len(heads)
     own = set(next(iter(heads.values())))
@@ -87,7 +87,10 @@ def estimate_build(
 def _memory(
     config: RetexConfig, shapes: Mapping[str, tuple[int, ...]], tasks: int, convolutions: frozenset[str]
 ) -> int:
-    """Differences of one parameter (of all that share a scaled offset), and the decomposition of their Gram matrix."""
+    """Return the bytes of one parameter's differences and their Gram decomposition.
+
+    Parameters that share a scaled offset count as one.
+    """
     config = config if config.rank_budget is None else replace(config, rank=1, rank_budget=None)
     affine = config.recovery == "affine"
     mixed = config.soft_training is not None or (config.task_embedding_dim or tasks) < tasks
@@ -96,7 +99,7 @@ def _memory(
     units = group_layouts(ruled_layouts(shapes, config, tasks, convolutions), config.share_layers)
     for unit, layout in units.items():
         tensors = tasks * per_expert * (len(unit) if affine else 1) + FURTHER_TENSORS
-        rows, columns = layout.rows, layout.columns  # zero, where nothing is decomposed
+        rows, columns = layout.rows, layout.columns  # zero if nothing is decomposed
         if layout.order == SHARED_FIRST:
             rows, columns = columns, rows
         side = min(columns, tasks * rows)

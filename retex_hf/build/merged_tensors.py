@@ -1,4 +1,4 @@
-"""The merged model while it is being built: in memory behind the model, or in files as its library would write them."""
+"""The merged model while it is being built: in memory, or in files as its library writes them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..errors import CheckpointError
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """The merged tensors under the model's names. `units` are the names that must be written together."""
+    """The merged tensors under the model's names. `units` are groups of names that must be written together."""
 
     units: list[tuple[str, ...]]
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Put the tensors of one unit in place, cast to the model's dtypes; None keeps what the model computes."""
+        """Store the tensors of one unit, cast to the model's dtypes; None keeps what the model computes."""
 
     @abstractmethod
     def tensors_of(self, unit: tuple[str, ...]) -> list[Tensor]:
-        """The tensors that `write` fills."""
+        """Return the tensors that `write` fills."""
 
 
 class ModelTensors(MergedTensors):
@@ -57,9 +57,9 @@ class ModelTensors(MergedTensors):
 
 
 class FileTensors(MergedTensors):
-    """The tensors of a model on the meta device, kept in a store in the form that the model's library gives to files.
+    """The tensors of a model on the meta device, kept in a store in the library's file format.
 
-    Written tensors go through the library's conversion of what it saves, and are read back as any checkpoint is.
+    Written tensors go through the library's own conversion, and are read back like any checkpoint.
     """
 
     def __init__(self, model: nn.Module, library: ModuleType, inventory: Inventory, store: Store) -> None:
@@ -83,7 +83,7 @@ class FileTensors(MergedTensors):
             raise CheckpointError(f"{type(model).__name__} is saved without its tensor {lost[0]!r}.")
 
     def _plan(self) -> dict[tuple[str, ...], list[str]]:
-        """Units of names, with the names of their tensors in files. Names that end in one file tensor are one unit."""
+        """Group names into units, with their tensors' names in files; names that share a file tensor form one unit."""
         files = {name: self._to_files({name: self._meta[name]}) for name in self._saved}
         owner: dict[str, str] = {}
         units: dict[str, list[str]] = {}
@@ -102,7 +102,7 @@ class FileTensors(MergedTensors):
         )
 
     def _check(self, infos: Mapping[str, TensorInfo]) -> None:
-        """Converted unit by unit or all at once, the files must be the same."""
+        """Refuse a model whose files differ between conversion unit by unit and all at once."""
         found = {}
         for unit in self.units:
             for name, tensor in self._to_files({name: self._meta[name] for name in unit}).items():
@@ -140,7 +140,7 @@ class FileTensors(MergedTensors):
 
 @dataclass
 class StoredSource(Source):
-    """Tensors of a store, under the names they have in files."""
+    """Tensors of a store, under their names in files."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -149,7 +149,7 @@ class StoredSource(Source):
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without the values; ties are kept."""
+    """Copy a model without its values; keep ties."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")

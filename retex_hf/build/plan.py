@@ -1,4 +1,4 @@
-"""All that is known before a tensor is merged: base and experts are open, and fit one model and each other."""
+"""The plan of a build: base and experts are opened, and checked against one model and each other."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from .merged_tensors import copy_on_meta
 
 @dataclass
 class Blueprint:
-    """All that is known before a tensor is merged.
+    """Everything known before the first tensor is merged.
 
-    `model` is the merged model to be: loaded, or on the meta device where the result goes to disk. Its heads have the
-    shapes and the labels of the first task, because the merged model must also stand alone, and its own library knows
-    one head only. It is in host memory, where results are written; tensors are read onto `device`, which computes.
+    `model` will hold the merged weights: it is loaded, or on the meta device if the result goes to disk. Its heads have
+    the shapes and labels of the first task, because the merged model must also work alone, and its own library knows
+    only one head. It is in host memory, where results are written; tensors are read onto `device`, which computes.
     """
 
     config: RetexConfig
@@ -78,14 +78,14 @@ class Blueprint:
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
-        """Tensors of the merged model, tied ones once."""
+        """Return the tensors of the merged model, tied ones once."""
         tensors = self.model.state_dict()
         names = (*self.inventory.shapes, *self.inventory.integers)
         return {name: TensorInfo(tuple(tensors[name].shape), tensors[name].dtype) for name in names}
 
     @property
     def rows(self) -> dict[str, dict[str, TensorInfo]]:
-        """Rows that a task has beyond the base's vocabulary."""
+        """Return the rows that each task has beyond the base's vocabulary."""
         tensors = self.model.state_dict()
         return {
             task: {
@@ -97,7 +97,7 @@ class Blueprint:
 
     @property
     def heads(self) -> dict[str, dict[str, TensorInfo]]:
-        """Tensors that each task keeps whole."""
+        """Return the tensors that each task stores whole."""
         tensors = self.model.state_dict()
         return {
             task: {name: TensorInfo(expert.shape(name), tensors[name].dtype) for name in self.experts.heads}
@@ -105,18 +105,18 @@ class Blueprint:
         }
 
     def estimate(self) -> BuildEstimate:
-        """What building to disk will need."""
+        """Estimate the needs of a build to disk."""
         size = sum(tensor_bytes(info) for source in self.sources.values() for info in source.infos.values())
         vectors = 0
         if merge_checkpoint(self.config) is None and options_to_learn(*merge_method(self.config)):
-            # The experts' own, and trimmed copies of them.
+            # The experts' task vectors, and trimmed copies of them.
             vectors = 2 * len(self.sources)
         estimate = estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
         rows = sum(tensor_bytes(info) for own in self.rows.values() for info in own.values())
         return dataclasses.replace(estimate, disk=estimate.disk + rows)
 
     def recipe(self, solver: str, training: TrainingConfig | None) -> dict[str, Any] | None:
-        """What another build of the same needs, see `describe_build`."""
+        """Return the recipe of the build, see `describe_build`."""
         opened = [
             (self.given["base"], self.base),
             *zip(self.given["experts"].values(), self.sources.values(), strict=True),
@@ -125,7 +125,7 @@ class Blueprint:
         return describe_build(**self.given, config=self.config, revisions=revisions, solver=solver, training=training)
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on; an interrupted build of another identity is not continued."""
+        """Return everything that the result depends on; an interrupted build of another identity is not continued."""
         sources = {"base": self.base, **{f"expert {task}": source for task, source in self.sources.items()}}
         if (merge := merge_checkpoint(self.config)) is not None:
             sources["merge"] = open_source(merge, "the merged checkpoint", **self.options)
@@ -153,16 +153,16 @@ def prepare(
     """Open base and experts and check that they fit.
 
     Args:
-        base: As in `RetexModel.from_experts`, like all the others.
-        experts: Likewise.
-        config: Likewise.
-        on_meta: The merged model will be on disk, not in memory.
-        model_config: For OpenCLIP modules.
+        base: As in `RetexModel.from_experts`, like the other arguments.
+        experts: The experts.
+        config: The configuration.
+        on_meta: Keep the model on the meta device, because the merged weights go to disk.
+        model_config: Configuration of OpenCLIP modules.
         check_base: Refuse experts that do not descend from the base.
         token: Hub token.
         cache_dir: Hub cache.
         device: Where to compare, merge and solve.
-        dtype: Of the merged model; default: that of the first expert.
+        dtype: Dtype of the merged model; default: that of the first expert.
     """
     dtype = parse_dtype(dtype)
     device = exact_device(parse_device(device))
@@ -183,7 +183,7 @@ def prepare(
         with enough_memory("compare the experts with their base"):
             check_related(expert_set, inventory.shapes)
     labels = read_labels(model, library, sources, expert_set)
-    inventory = take_inventory(model)  # a vocabulary may have got another size
+    inventory = take_inventory(model)  # a vocabulary may have changed its size
     first = expert_set.experts[tasks[0]]
     resize_tensors(model, {name: first.shape(name) for name in expert_set.heads})
     if tasks[0] in labels:
@@ -192,7 +192,7 @@ def prepare(
     if reference is None and not expert_set.own:
         reference = find_side_folder(sources.values())
     vocabulary = describe_vocabularies(library, model, sources, reference, expert_set)
-    if vocabulary and not expert_set.own:  # tables that are kept whole are the first task's, like every head
+    if vocabulary and not expert_set.own:  # like every head, tables stored whole are the first task's
         library.set_vocabulary(model, expert_set.sizes[tasks[0]], {})
     filled = dataclasses.replace(
         config,
@@ -207,7 +207,7 @@ def prepare(
 
 
 def check_tasks(experts: Mapping[str, Any]) -> list[str]:
-    """The names of the tasks; refuses what is no name."""
+    """Return the names of the tasks; refuse invalid names."""
     if not isinstance(experts, Mapping) or not experts:
         raise ConfigError("experts must be a non-empty dict of task name to checkpoint.")
     for task in experts:
@@ -222,10 +222,10 @@ def _load_skeleton(
     on_meta: bool,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """The model that will hold the merged weights: the experts' class, because that is the one with heads.
+    """Return the model that will hold the merged weights, in the experts' class, which is the one with heads.
 
-    Experts that are bare tensors have no class; then it is the base's. Where all are adapters, it is the base's
-    configuration in the class that they are adapters of. `dtype` is another one than it is stored in.
+    Experts that are bare tensors have no class; then it is the base's. If all experts are adapters, it is the base's
+    configuration in the class that they adapt. `dtype` overrides the stored one.
     """
     kinds = {task: kind for task, source in sources.items() if (kind := architecture_of(source, base)) is not None}
     for task, kind in kinds.items():
@@ -243,7 +243,7 @@ def _load_skeleton(
         model = _copied(source, on_meta).eval()
     elif source.folder is not None:
         library = library_of_folder(source.folder)
-        # Whether all weights are there is checked below, with all the others.
+        # Missing weights are reported later, with all other mismatches.
         with library.limited(source.folder, source):
             if kind not in (None, architecture_of(source, base)):
                 config = hf_transformers.load_config(source)
@@ -265,10 +265,10 @@ def _load_skeleton(
 
 
 def _copied(source: Source, on_meta: bool) -> nn.Module:
-    """A copy of a module that was given, which may be of any class."""
+    """Copy a given module, which may be of any class."""
     try:
         return copy_on_meta(source.model) if on_meta else deepcopy(source.model).cpu()
-    except Exception as error:  # of locks, files and results of computations there are no copies
+    except Exception as error:  # locks, files and non-leaf tensors cannot be copied
         name = type(source.model).__name__
         raise CheckpointError(f"{source.label}: this {name} cannot be copied: {first_line(error)}") from error
 
@@ -285,12 +285,12 @@ def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(source: Source, base: Source) -> str | None:
-    """The class of a checkpoint's model, for an adapter on a base; None where nothing says it."""
+    """Return the class of a checkpoint's model, for an adapter on a base; None if it is unknown."""
     if isinstance(source, AdapterSource):
         library = None if base.model is None else library_of(base.model)
         library = library if base.folder is None else library_of_folder(base.folder)
         if library not in (None, hf_transformers):
-            return None  # the base's own class, which is the only one
+            return None  # the base's own class is the only one
         config = getattr(base.model, "config", None)
         if base.folder is not None:
             config = hf_transformers.load_config(base)
@@ -309,7 +309,7 @@ def _open_experts(
     config: RetexConfig,
     device: torch.device,
 ) -> ExpertSet:
-    # What the base has beyond the experts (a pre-training head) is not used.
+    # Tensors that only the base has (a pre-training head) are not used.
     base_entries, _ = library.align(model, base)
     base_checkpoint = Checkpoint.from_entries(base.label, base_entries, inventory, device)
 
@@ -387,7 +387,7 @@ def check_base_configuration(model: nn.Module, library: ModuleType, base: Source
 
 
 def merge_checkpoint(config: RetexConfig) -> str | None:
-    """The path or Hub id of a finished merge, where `merge` is one; a bare word that is no path is a method."""
+    """Return the path or Hub id of a finished merge, or None if `merge` is a method."""
     merge = config.merge
     if isinstance(merge, dict) or merge in merge_methods():
         return None
@@ -395,7 +395,7 @@ def merge_checkpoint(config: RetexConfig) -> str | None:
 
 
 def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
-    """Name and options of a merge that is a method."""
+    """Return the name and options of a merge method."""
     if not isinstance(config.merge, dict):
         return config.merge, {}
     return config.merge["method"], {key: value for key, value in config.merge.items() if key != "method"}
@@ -404,7 +404,7 @@ def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
 def read_labels(
     model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
-    """What each task's head means. Its width is read off the head, the names from the checkpoint where it has them."""
+    """Return the labels of each task's head: as many as its width, named as in the checkpoint where possible."""
     width = library.num_labels(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     outputs = [name for name in experts.heads if shapes[name] and shapes[name][0] == width]
@@ -421,12 +421,12 @@ def read_labels(
 
 
 def load_expert_weights(base: Any, experts: Mapping[str, Any], config: RetexConfig | None = None) -> ExpertWeights:
-    """Base and experts in memory, checked as a build checks them. For methods that cannot go tensor by tensor."""
+    """Load base and experts into memory, with a build's checks, for methods that cannot work tensor by tensor."""
     return expert_weights_of(prepare(base, experts, config or RetexConfig()))
 
 
 def expert_weights_of(blueprint: Blueprint) -> ExpertWeights:
-    """All tensors of a blueprint, in host memory."""
+    """Return all tensors of a blueprint, in host memory."""
     experts = blueprint.experts
 
     def read(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a batch on the experts its rows need, and put every field of the outputs back in row order."""
+"""Running a batch on the experts that its rows need, and putting the outputs back in row order."""
 
 from .assignment import Assignment, Group, Mixture, as_active, parse_adapter_names, parse_task, task_index
 from .choice import check_execution

@@ -1,4 +1,4 @@
-"""`task=` in all its forms, and the groups of rows that share an expert."""
+"""Parsing of `task=` in all its forms, and grouping of rows that share an expert."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ..errors import TaskError
 
 @dataclass
 class Group:
-    """Rows that run on one expert: a task, or a mixture (then `task_id` is the likeliest, whose head is used), or, not
-    `recovered`, the merged model under the task's head."""
+    """Rows that run on one expert.
+
+    The expert is that of a task, or a mixture of tasks where `weights` are given (`task_id` is then the likeliest task,
+    whose head is used). Rows that are not `recovered` run on the merged model with the task's head.
+    """
 
     task_id: int
     rows: Tensor
@@ -26,8 +29,11 @@ class Group:
 
 @dataclass
 class Assignment:
-    """A task per row, and mixing weights (rows, T) where a row runs on more or less than its task's expert: those of a
-    row that runs on the merged model are all zero."""
+    """A task per row, and optional mixing weights (rows, T).
+
+    Weights are given where a row runs on something other than its task's expert. Rows that run on the merged model have
+    weights of zero.
+    """
 
     task_ids: Tensor
     weights: Tensor | None = None
@@ -38,7 +44,7 @@ class Assignment:
                 Group(task_id, (self.task_ids == task_id).nonzero().flatten())
                 for task_id in self.task_ids.unique().tolist()
             ]
-        # The head is that of the row's task, which equal weights do not tell.
+        # Group by task as well as by weights: equal weights do not determine the head.
         by_row = torch.cat([self.task_ids.unsqueeze(1).to(self.weights.dtype), self.weights], dim=1)
         kinds, member = torch.unique(by_row, dim=0, return_inverse=True)
         groups = []
@@ -50,7 +56,7 @@ class Assignment:
 
 
 def task_index(task: str, tasks: list[str]) -> int:
-    """Position of a task name."""
+    """Return the position of a task name; refuse an unknown one."""
     if task not in tasks:
         raise TaskError(f"Unknown task {task!r}; the tasks are {tasks}.")
     return tasks.index(task)
@@ -58,7 +64,7 @@ def task_index(task: str, tasks: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Tasks in equal parts, for every row; the head is that of the first."""
+    """Several tasks mixed in equal parts for every row; the head is that of the first."""
 
     names: tuple[str, ...]
 
@@ -69,7 +75,7 @@ class Mixture:
 
 
 def as_active(names: Any, tasks: list[str]) -> str | Mixture | None:
-    """Read what `set_adapter` takes: a task, several of them, or None for routing."""
+    """Parse the argument of `set_adapter`: a task, several tasks, or None for routing."""
     if names is None or isinstance(names, str):
         return names if names is None else tasks[task_index(names, tasks)]
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
@@ -82,7 +88,7 @@ def as_active(names: Any, tasks: list[str]) -> str | Mixture | None:
 
 
 def parse_adapter_names(names: Any, tasks: list[str], rows: int) -> Assignment:
-    """Read PEFT's `adapter_names`: a task per row, or `"__base__"` for the merged model."""
+    """Parse PEFT's `adapter_names`: a task per row, or `"__base__"` for the merged model."""
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise TaskError(f"adapter_names must be a list with one task per row, not {names!r}; the tasks are {tasks}.")
     _check_rows(len(names), rows, "adapter_names")
@@ -95,14 +101,14 @@ def parse_adapter_names(names: Any, tasks: list[str], rows: int) -> Assignment:
 
 
 def parse_task(task: Any, tasks: list[str], rows: int) -> Assignment:
-    """Read `task=`: a name, one name or id per row (list, array or 1-D tensor), or mixing weights (rows, T)."""
+    """Parse `task=`: a name, one name or id per row (list, array or 1-D tensor), or mixing weights (rows, T)."""
     if isinstance(task, str):
         return Assignment(torch.full((rows,), task_index(task, tasks)))
     if isinstance(task, Mixture):
         first = task_index(task.names[0], tasks)
         return Assignment(torch.full((rows,), first), task.weights(tasks).expand(rows, -1))
     if isinstance(task, np.ndarray):
-        task = task.tolist()  # an array of names is no tensor
+        task = task.tolist()  # an array of strings cannot become a tensor
     if isinstance(task, (list, tuple)) and all(isinstance(name, str) for name in task):
         _check_rows(len(task), rows)
         return Assignment(torch.tensor([task_index(name, tasks) for name in task], dtype=torch.long))

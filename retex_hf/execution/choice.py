@@ -1,4 +1,7 @@
-"""Group by group on recovered experts, or all rows in one pass? Both give the same outputs; this picks one."""
+"""Choice between running group by group on recovered experts and running all rows in one pass.
+
+Both give the same outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .mixed.call import Certificate, Segment
 logger = logging.getLogger(__name__)
 
 EXECUTIONS = ("auto", "grouped", "mixed")
-# A recovered expert that can stay in the cache will serve about this many calls.
+# Expected number of calls that a cached expert serves.
 EXPECTED_REUSE = 16
 DEFAULT_NEW_TOKENS = 20
 
@@ -32,8 +35,10 @@ def check_execution(execution: str) -> str:
 
 @dataclass(frozen=True)
 class OnePass:
-    """How to run a batch in one pass: its rows as segments, and what a probe found out about this kind of call.
-    `or_grouped` tells whether it may run group by group instead, should the probe have missed something."""
+    """A plan to run a batch in one pass: its rows as segments, and the result of probing this kind of call.
+
+    `or_grouped` tells whether to fall back to running group by group if the probe missed something.
+    """
 
     model: MixedModel
     segments: list[Segment]
@@ -41,14 +46,17 @@ class OnePass:
     or_grouped: bool
 
     def run(self, method: str, kwargs: dict[str, Any]) -> Any:
-        """Call a method on rows that are sorted by segment."""
+        """Call a method on rows sorted by segment."""
         return self.model.run(method, kwargs, self.segments, self.certificate)
 
 
 @dataclass
 class Chooser:
-    """Decides for one call. `expert_bytes` is the size of a recovered expert, `cached` tells whether a task's expert is
-    at hand, `swappable` whether experts can be recovered at all (not from quantised or offloaded weights)."""
+    """Chooses how one call runs.
+
+    `expert_bytes` is the size of a recovered expert, `cached` tells whether a task's expert is in the cache, and
+    `swappable` whether experts can be recovered at all (not from quantised or offloaded weights).
+    """
 
     execution: str
     cache: ExpertCache
@@ -60,7 +68,7 @@ class Chooser:
     def choose(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter, size: Call
     ) -> OnePass | None:
-        """None stands for group by group."""
+        """Return how to run a call in one pass, or None to run it group by group."""
         if self.execution == "grouped" or (self.execution == "auto" and self._surely_grouped(groups)):
             return None
         mixed, or_grouped = self.mixed(), self.execution == "auto" and self.swappable
@@ -79,8 +87,8 @@ class Chooser:
         return OnePass(mixed, segments, certificate, or_grouped)
 
     def missing(self, groups: list[Group]) -> float:
-        """How many experts must be made for a call; those that the cache can keep are shared with later calls."""
-        groups = [group for group in groups if group.recovered]  # the merged body is at hand
+        """Return how many experts a call must recover; count those that fit the cache as shared with later calls."""
+        groups = [group for group in groups if group.recovered]  # the merged body needs no recovery
         mixtures = sum(group.weights is not None for group in groups)
         pure = len(groups) - mixtures
         if pure * self.expert_bytes > self.cache.capacity:
@@ -89,7 +97,7 @@ class Chooser:
         return mixtures + made / EXPECTED_REUSE
 
     def _surely_grouped(self, groups: list[Group]) -> bool:
-        """One expert that stays at hand is the plain model, which nothing beats."""
+        """Return whether the call needs one expert that stays in memory: it runs as a plain model, which is fastest."""
         one = len(groups) == 1 and groups[0].weights is None
         stays = one and (not groups[0].recovered or self.expert_bytes <= self.cache.capacity)
         return self.swappable and stays
@@ -103,7 +111,7 @@ def size_of_call(
     option: Callable[[str], Any],
     encoder: str | None,
 ) -> Call:
-    """The numbers that the cost of a call depends on; `encoder` names the part of a model that `generate` runs once."""
+    """Return the numbers that determine the cost of a call; `encoder` names the part that `generate` runs once."""
     rows = [len(group.rows) for group in groups]
     input_size = numbers_per_row(kwargs, sum(rows))
     if method != "generate":
@@ -117,7 +125,7 @@ def size_of_call(
 
 
 def find_fixed(model: nn.Module, names: list[str]) -> str | None:
-    """A recovered parameter that does not hold plain numbers which others could take the place of, if there is one."""
+    """Return a recovered parameter whose tensor cannot be replaced (quantised or offloaded), or None."""
     tensors = model.state_dict(keep_vars=True)
     aliases = (alias for name in names for alias in names_of(model, name))
     return next((name for name in aliases if name not in tensors or not is_plain(tensors[name])), None)

@@ -1,8 +1,7 @@
-"""Recovered experts as models: light copies of the wrapped model around other tensors.
+"""Recovered experts as light copies of the wrapped model, and the cache that holds them.
 
-An expert is a module tree of its own that shares every parameter with the merged model except those it recovers.
-Nothing is swapped in and out of the merged model, so calls cannot disturb each other, whatever raises or runs beside
-them.
+An expert is a separate module tree that shares every parameter with the merged model except those it recovers. Nothing
+is swapped in and out of the merged model, so concurrent or failing calls cannot disturb each other.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from torch import Tensor, nn
 from ..recovery import RecoveryModule
 from ..utils.locks import renew_in_children
 
-ALIGNMENT = 64  # bytes; what vector instructions like best
-# Where the windowed attentions of timm (TinyViT, LeViT, EfficientFormer) keep what they compute from their weights.
+ALIGNMENT = 64  # bytes; suits vector instructions
+# Where timm's windowed attentions (TinyViT, LeViT, EfficientFormer) cache values computed from their weights.
 BIAS_CACHE = "attention_bias_cache"
 
 
 def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weights: Tensor) -> dict[str, Tensor]:
-    """The recovered parameters of a mixture of tasks, each in the merged tensor's dtype.
+    """Return the recovered parameters of a mixture of tasks, each in the merged tensor's dtype.
 
-    Matrices that carry no gradients lie in one block of memory on each device: freed with their expert, it leaves no
-    holes that are too small for anything else.
+    Matrices without gradients share one block of memory per device, so that freeing an expert does not fragment memory.
     """
-    # An expert may be made in a call under autocast, but serves others too.
+    # An expert recovered under autocast also serves calls without it.
     with torch.autocast(weights.device.type, enabled=False):
         embedding = recovery.embed(weights)
         if torch.is_grad_enabled() and embedding.requires_grad:
@@ -53,7 +51,7 @@ def recover_tensors(merged: Mapping[str, Tensor], recovery: RecoveryModule, weig
 
 
 def _one_block(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Uninitialised tensors of the shapes and dtypes of others, on the device of the first, in one allocation."""
+    """Allocate uninitialised tensors of the given shapes and dtypes in one block, on the device of the first."""
     starts, end = {}, 0
     for name, tensor in like.items():
         starts[name] = end
@@ -70,17 +68,19 @@ def _one_block(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def copy_with(
     model: nn.Module, tensors: Mapping[str, Tensor], modules: Mapping[int, nn.Module] | None = None
 ) -> nn.Module:
-    """A copy of a model's module tree that holds `tensors` (of any shape) and shares all other parameters; ties are
-    kept. Configurations are shared too, so that a setting changed on the model holds for its copies. Buffers are not:
-    modules write to them (batch normalisation in training). `modules` take the place of those with their `id`. A copy
-    is freed as soon as nobody uses it."""
+    """Copy a model's module tree with `tensors` (of any shape) replaced and all other parameters shared.
+
+    Ties are kept. Configurations are shared, so that a changed setting also holds for the copies. Buffers are copied,
+    because modules write to them (batch normalisation in training). `modules` maps the `id` of a module to its
+    replacement. A copy is freed as soon as nothing refers to it.
+    """
     named = model.state_dict(keep_vars=True)
-    # deepcopy takes what is in the memo instead of copying it.
+    # deepcopy returns what is in the memo instead of copying it.
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     memo = {id(shared): shared for shared in (*model.parameters(), *configs)} | dict(modules or {})
     for name, tensor in tensors.items():
         is_parameter = isinstance(named[name], nn.Parameter)
-        # A tensor that carries gradients to the recovery module must stay as it is.
+        # Wrapping a tensor in a parameter would cut its gradient to the recovery module.
         as_parameter = is_parameter and not tensor.requires_grad and type(tensor) is Tensor
         memo[id(named[name])] = nn.Parameter(tensor, requires_grad=False) if as_parameter else tensor
     expert = copy.deepcopy(model, memo)
@@ -95,8 +95,11 @@ def copy_with(
 
 
 def beside_own(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors where the model's own are, which a `device_map` may have put in several places, and in their dtypes: it
-    may have been loaded in another than it was saved in. What takes the place of an offloaded one stays where it is."""
+    """Move tensors to the devices and dtypes of the model's own.
+
+    A `device_map` may have spread the model over devices, and it may have been loaded in another dtype than it was
+    saved in. Replacements of offloaded tensors stay where they are.
+    """
     own = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
     def moved(name: str, tensor: Tensor) -> Tensor:
@@ -107,12 +110,12 @@ def beside_own(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a parameter holds plain numbers: not offloaded, not quantised."""
+    """Return whether a parameter holds plain numbers: neither offloaded nor quantised."""
     return not tensor.is_meta and tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
 
 
 def names_of(model: nn.Module, name: str) -> list[str]:
-    """All names of a parameter: transformers knows its ties also where offloading or quantising has torn them apart."""
+    """Return all names of a parameter, including ties that offloading or quantising has separated."""
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     source = ties.get(name, name)
     return [name, *({source, *(target for target, other in ties.items() if other == source)} - {name})]
@@ -126,10 +129,10 @@ def _update_size(module: nn.Module, weight: Tensor) -> None:
 
 
 class _NoCache(dict):
-    """Stands for a cache and gives each thing back once, to the thread that put it in.
+    """A replacement for a module's cache that returns each value once, to the thread that stored it.
 
-    A copy takes its model's caches along, though they belong to other weights; and the weights of a copy may mean other
-    tensors at every call, or carry gradients.
+    A copied cache would belong to other weights, and a copy's weights may stand for other tensors at every call, or
+    carry gradients.
     """
 
     def __contains__(self, key: Hashable) -> bool:
@@ -146,19 +149,21 @@ class _NoCache(dict):
 
 
 def _weaken_hooks(module: nn.Module) -> None:
-    """A module whose own method is its hook (Mamba's load hook) refers to itself: with its tensors it would outlive
-    its last user, until the garbage collector comes round."""
+    """Make hooks that are a module's own methods (Mamba's load hook) refer to it weakly.
+
+    Such a reference cycle would keep the module's tensors alive until the garbage collector runs.
+    """
     for attribute, hooks in vars(module).items():
         if not attribute.endswith("_hooks") or not isinstance(hooks, dict):
             continue
         for key, hook in hooks.items():
-            method = getattr(hook, "hook", hook)  # torch wraps hooks of loading
+            method = getattr(hook, "hook", hook)  # torch wraps load hooks
             if isinstance(method, MethodType) and method.__self__ is module:
                 hooks[key] = _WeakMethod(method)
 
 
 class _WeakMethod:
-    """Calls a method without keeping its object alive; copied or pickled, it is the ordinary method again."""
+    """A method that does not keep its object alive; copying or pickling restores the ordinary method."""
 
     def __init__(self, method: MethodType) -> None:
         self._owner, self._name = weakref.ref(method.__self__), method.__name__
@@ -171,22 +176,22 @@ class _WeakMethod:
 
 
 class _Making:
-    """An item in the making. Threads that need it take turns: the first one makes it, or if that fails the next."""
+    """An item being made. One thread at a time tries; if it fails, the next waiting thread does."""
 
     def __init__(self) -> None:
-        # A maker that comes to need the item itself must not wait for itself.
+        # Reentrant, because making an item may need the item itself.
         self.turn = threading.RLock()
-        self.wanted = 0  # by so many threads
+        self.wanted = 0  # number of waiting threads
         self.done, self.item = False, None
 
 
 class ExpertCache:
-    """Keeps the most recently used experts, up to a number of bytes of tensors of their own. Safe under threads.
+    """A thread-safe cache of the most recently used experts, limited by the bytes of their own tensors.
 
-    Room is made before an expert is, so a cache of one expert never holds two. What takes no bytes of its own (the
-    feature extractor, the merged body under a task's head) is kept beside the experts and not counted.
+    Room is made before an expert is recovered, so a cache of one expert never holds two. Items without bytes of their
+    own (the feature extractor, the merged body with a task's head) are kept too, and not counted.
 
-    `len(cache)` experts take `bytes` of the `capacity`; `hits`, `misses` and `evictions` count from the beginning.
+    `len(cache)` experts take `bytes` of the `capacity`; `hits`, `misses` and `evictions` are totals.
 
     >>> from retex_hf.execution import ExpertCache
     >>> cache = ExpertCache(100)
@@ -204,20 +209,20 @@ class ExpertCache:
         renew_in_children(self)
 
     def renew_locks(self) -> None:
-        """For the child of a fork, in which nobody makes what other threads were making."""
+        """Reset the locks in a forked child, where the threads that held them do not exist."""
         self._lock = threading.Lock()
         self._making: dict[Hashable, _Making] = {}
 
     def get(self, key: Hashable, make: Callable[[], object], size: Callable[[], int] | None = None) -> object:
-        """The item under a key, or a new one.
+        """Return the item under a key, or make and store a new one.
 
-        Threads that need one item at the same time make it once; making it holds up nobody else.
+        Threads that need the same item at the same time make it once; other keys are not blocked.
 
         Args:
-            key: What the item goes by.
+            key: Key of the item.
             make: Returns a new item.
-            size: Tells beforehand how many bytes a new item takes; one larger than the cache is not kept. None for
-                what takes no bytes of its own.
+            size: Returns the bytes of a new item before it is made; one larger than the cache is not kept. None for
+                items without bytes of their own.
         """
         counted = size is not None
         with self._lock:
@@ -249,18 +254,18 @@ class ExpertCache:
             self._evict(own)
         making.item = make()
         with self._lock:
-            # If the cache was cleared meanwhile, what was made of old weights is not kept.
+            # Do not keep an item made from old weights if the cache was cleared meanwhile.
             if self._making.get(key) is making:
                 del self._making[key]
                 if own <= self.capacity:
-                    self._evict(own)  # another thread may have taken the room
+                    self._evict(own)  # another thread may have filled it
                     self._items[key] = (making.item, own)
         making.done = True
 
     def _evict(self, size: int) -> None:
-        """Let the oldest go until `size` more bytes fit; what will not be kept drives nothing out."""
+        """Evict the oldest items until `size` more bytes fit; evict none for an item too large to keep."""
         while size <= self.capacity < self.bytes + size:
-            # What takes no bytes of its own frees none.
+            # Items without bytes of their own free no room.
             del self._items[next(key for key, (_, own) in self._items.items() if own)]
             self.evictions += 1
 
@@ -281,24 +286,24 @@ class ExpertCache:
         )
 
     def clear(self) -> None:
-        """Let all items go, and keep none of those in the making."""
+        """Drop all items, including those being made."""
         with self._lock:
             self._items.clear()
             self._making.clear()
 
     def emptied(self) -> ExpertCache:
-        """A cache of the same capacity that goes on counting, and holds nothing yet."""
+        """Return an empty cache of the same capacity that continues the counts."""
         cache = ExpertCache(self.capacity)
         cache.hits, cache.misses, cache.evictions = self.hits, self.misses, self.evictions
         return cache
 
     def __getstate__(self) -> int:
-        return self.capacity  # a copied or pickled model starts with an empty cache and a lock of its own
+        return self.capacity  # a copied or pickled model starts with an empty cache and its own lock
 
     def __setstate__(self, capacity: int) -> None:
         self.__init__(capacity)
 
 
 def expert_bytes(merged: Mapping[str, Tensor], recovery: RecoveryModule) -> int:
-    """Bytes of the tensors that an expert does not share with the merged model."""
+    """Return the bytes of the tensors that an expert does not share with the merged model."""
     return sum(merged[name].numel() * merged[name].element_size() for name in recovery)

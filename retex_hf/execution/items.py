@@ -1,4 +1,4 @@
-"""`num_items_in_batch`, by which some models divide the sum of their losses, and which others take and ignore."""
+"""Detection of whether a model uses `num_items_in_batch` to divide its loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 class NoticedItems(Tensor):
-    """A number of items that knows whether anything was computed with it. Signatures do not tell: a model may hand its
-    keyword arguments on to the loss or not."""
+    """A number of items that records whether anything was computed with it.
+
+    Signatures do not tell, because a model may or may not pass its keyword arguments on to the loss.
+    """
 
     uses: list[str]
 
@@ -28,7 +30,7 @@ class NoticedItems(Tensor):
             result = func(*args, **kwargs or {})
             if any(isinstance(arg, Tensor) and not isinstance(arg, cls) for arg in args):
                 own.uses.append(func.__name__)
-            elif isinstance(result, Tensor):  # moved to another device, say
+            elif isinstance(result, Tensor):  # for example, moved to another device
                 result = result.as_subclass(cls)
                 result.uses = own.uses
         return result

@@ -1,4 +1,4 @@
-"""Outputs of models: their logits, and the routing of a call that travels on them."""
+"""Access to the logits of model outputs, and attachment of the routing to them."""
 
 from __future__ import annotations
 
@@ -34,26 +34,29 @@ ROUTED = {tuple: RoutedTuple, dict: RoutedDict, list: RoutedList}
 
 
 def attach_routing(output: Any, routing: Routing | None) -> Any:
-    """The output with an attribute `routing`; those that take none (plain tuples, dicts and lists, named tuples) become
-    ones that do. Numbers, texts and None stay as they are."""
+    """Return the output with an attribute `routing`.
+
+    Plain tuples, dicts, lists and named tuples become subclasses that accept attributes. Numbers, strings and None are
+    returned unchanged.
+    """
     if type(output) in ROUTED:
         output = ROUTED[type(output)](output)
     elif is_named_tuple(output):
         output = _carrying(type(output))._make(output)
     if not hasattr(output, "__dict__"):
         return output
-    object.__setattr__(output, "routing", routing)  # also on a frozen dataclass
+    object.__setattr__(output, "routing", routing)  # works on frozen dataclasses too
     return output
 
 
 @cache
 def _carrying(kind: type) -> type:
-    """A named tuple's class with room for attributes."""
+    """Return a subclass of a named tuple that accepts attributes."""
     return type(kind.__name__, (kind,), {"routing": None, "__module__": kind.__module__})
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """The logits of a classifier: the field of that name, or the whole output where that is one vector per row."""
+    """Return the logits of a classifier: the field of that name, or the whole output if it is one vector per row."""
     if isinstance(output, Tensor):
         return output if output.ndim == 2 else None
     return output.get("logits") if isinstance(output, ModelOutput) else None

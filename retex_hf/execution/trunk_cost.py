@@ -1,4 +1,4 @@
-"""What it costs to leave the trunk merged, measured on reference inputs without labels."""
+"""Cost of leaving the trunk merged, measured on unlabelled reference inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def trunk_cost(
     references: Mapping[str, list[Mapping[str, Any]]],
     extractor: FeatureExtractor,
 ) -> dict[str, dict[str, float]]:
-    """Per task, how far the experts with a merged trunk are from the fully recovered ones on the task's own inputs.
+    """Return, per task, how much experts with a merged trunk differ from fully recovered ones on the task's inputs.
 
-    `change` is the distance of their outputs over the distance between the fully recovered expert and the merged model:
-    0 loses nothing, 1 is as far off as the merged model. `agreement`, for classifiers, is the share of rows whose class
-    stays the same.
+    `change` is the distance between their outputs, relative to the distance between the fully recovered expert and the
+    merged model: 0 loses nothing, 1 is as bad as the merged model. `agreement`, for classifiers, is the share of rows
+    whose predicted class stays the same.
     """
     costs = {}
     for task, batches in references.items():

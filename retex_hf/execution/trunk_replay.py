@@ -1,8 +1,7 @@
-"""A shared trunk: where the layers up to the feature layer are the same for every task, what they computed to identify
-a row is where the row's expert goes on.
+"""Reuse of a shared trunk: the feature pass records the trunk's outputs, and experts continue from them.
 
-The blocks of the trunk are replaced, in the copies of the model that run experts, by ones that give back what the
-feature pass has recorded. Outside such a call they run as always.
+The layers up to the feature layer are the same for every task. In the copies of the model that run experts, these
+blocks return what the feature pass recorded. Outside such a call they run as usual.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from ..rows import Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
 
-# What must come from inside the blocks, and so cannot come from a record of their outputs.
+# Outputs from inside the blocks, which a record of the blocks' outputs cannot provide.
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
 class TrunkRecord:
-    """What each block of the trunk gave for a batch of `rows`, and where the rows are in that."""
+    """The outputs of each trunk block for a batch of `rows`, and the position of the rows in them."""
 
     outputs: Mapping[str, Any]
     rows: int
@@ -33,7 +32,7 @@ class TrunkRecord:
     reading: Reading
 
     def of(self, block: str, rows: Tensor) -> Any:
-        """What a block gave for some rows."""
+        """Return a block's output for some rows."""
         return self._take(self.outputs[block], block, rows)
 
     def _take(self, value: Any, path: str, rows: Tensor) -> Any:
@@ -47,7 +46,7 @@ class TrunkRecord:
         return value
 
     def serves(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call can use the record: not if it asks for what happens inside blocks, or for gradients."""
+        """Return whether a call can use the record: not if it needs outputs from inside the blocks, or gradients."""
         asked = any(kwargs.get(name) for name in INNER_OUTPUTS)
         learns = any(isinstance(value, Tensor) and value.requires_grad for value in kwargs.values())
         return not asked and not (learns and torch.is_grad_enabled())
@@ -57,15 +56,17 @@ _replayed: ContextVar[tuple[TrunkRecord, Tensor | None] | None] = ContextVar("re
 
 
 def replaying(record: TrunkRecord | None, rows: Tensor | None, run: Callable[[], Any]) -> Any:
-    """Run something while the trunk's blocks give back a record: of these rows, or of all in their order. It has a
-    context of its own, so that nothing must be put back afterwards, whatever happens."""
+    """Run a function while the trunk's blocks return a record, of `rows` or of all rows in order.
+
+    It runs in its own context, so nothing needs to be restored afterwards, even after an exception.
+    """
     context = copy_context()
     context.run(_replayed.set, None if record is None else (record, rows))
     return context.run(run)
 
 
 class _Replay:
-    """The `forward` of a block that knows the record. It must not keep the block, and with it an expert, alive."""
+    """A block's `forward` that returns the record. It refers to the block weakly, so as not to keep an expert alive."""
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self._block, self.name = weakref.ref(block), name
@@ -81,7 +82,7 @@ class _Replay:
 
 
 def install_replay(model: nn.Module, blocks: list[str]) -> None:
-    """Make blocks of a copy of the model give back records."""
+    """Make blocks of a copy of the model return records."""
     for name in blocks:
         block = model.get_submodule(name)
         block.forward = _Replay(block, name)

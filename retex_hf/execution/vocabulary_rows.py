@@ -1,4 +1,4 @@
-"""Tensors with a row per token, for tasks whose vocabulary has other tokens than the merged model's."""
+"""Tensors with a row per token, for tasks whose vocabulary differs from the merged model's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Rows = Mapping[str, Mapping[str, Tensor]]
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tokens of a call, if it has such."""
+    """Return the token ids of a call, or None if it has none."""
     found = kwargs.get("input_ids", kwargs.get("inputs"))
     is_tokens = isinstance(found, Tensor) and found.ndim > 0 and found.numel() > 0 and not found.is_floating_point()
     return found if is_tokens else None
 
 
 def rows_beyond(model: nn.Module, library: ModuleType, heads: Rows, rows: Rows) -> dict[str, dict[str, Tensor]]:
-    """Return per task the rows beyond the merged model's: those kept as such, and those of tables kept whole."""
+    """Return, per task, the rows that the merged model lacks: stored as such, or part of tables stored whole."""
     tables, tensors = library.vocabulary_names(model, take_inventory(model)), model.state_dict()
     found = {
         task: {
@@ -36,7 +36,7 @@ def rows_beyond(model: nn.Module, library: ModuleType, heads: Rows, rows: Rows) 
 
 
 def with_own_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return tensors of `size` rows: the shared ones, as many as the task has, and its own below them."""
+    """Return tensors of `size` rows: the shared ones, as many as the task has, followed by its own."""
     return {
         name: torch.cat([tensors[name][:size], own.to(tensors[name].device, tensors[name].dtype)])
         for name, own in rows.items()
@@ -45,9 +45,9 @@ def with_own_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, Tensor], siz
 
 
 def with_all_rows(tensors: Mapping[str, Tensor], rows: Rows) -> dict[str, Tensor]:
-    """Return tensors with a row for every token that some task has: what sees rows of unknown tasks needs them all.
+    """Return tensors with a row for every token of any task, for inputs whose task is unknown.
 
-    A number that several tasks gave to tokens of their own gets the mean of their rows.
+    Where several tasks use the same token id, the row is the mean of theirs.
     """
     found = {}
     for name in next(iter(rows.values()), {}):

@@ -1,1 +1,1 @@
-"""`RetexModel`: built from experts, used, changed, saved and shared."""
+"""`RetexModel`: building, running, changing, saving and sharing."""

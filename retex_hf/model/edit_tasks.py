@@ -1,6 +1,6 @@
-"""Tasks come and go: one more expert for a finished model, without the others at hand, and one less.
+"""Adding a task to a finished model, without the other experts, and deleting one.
 
-Parts go in, new parts come out; what went in stays as it is, so that calls which are running are not disturbed.
+The functions take parts and return new ones; the old ones stay unchanged, so that running calls are not disturbed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ MERGED = "the merged model"
 
 @dataclass(frozen=True)
 class AddedTask:
-    """What `add_task` has done.
+    """The result of `add_task`.
 
-    `errors` are the new task's relative errors by parameter, `grown` says by how much the rank of a parameter's factors
-    grew, `joined` which parameters are recovered only now (in the others' eyes they are as merged), `whole` which are
-    now stored without factors because that costs less; `added_bytes` is what the recovery, the heads and the signatures
-    take more than before.
+    `errors` are the new task's relative errors by parameter, `grown` the increase in rank of each parameter's factors,
+    `joined` the parameters that are recovered only now (the other tasks keep the merged values), and `whole` those now
+    stored without factors because that is smaller. `added_bytes` is the growth of the recovery, the heads and the
+    signatures.
     """
 
     name: str
@@ -109,7 +109,7 @@ def add_task(
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> tuple[RetexParts, AddedTask]:
-    """The parts of a model with one more task. See `RetexModel.add_task`."""
+    """Return the parts of a model with one more task. See `RetexModel.add_task`."""
     config = parts.config
     _check_request(parts, name, expert, references, tolerance)
     device = exact_device(device_of(parts.model) if device is None else parse_device(device))
@@ -193,7 +193,7 @@ def add_task(
 
 
 def delete_task(parts: RetexParts, name: str) -> RetexParts:
-    """The parts of a model without one of its tasks. See `RetexModel.delete_task`."""
+    """Return the parts of a model without one of its tasks. See `RetexModel.delete_task`."""
     config = parts.config
     index = task_index(name, config.tasks)
     if len(config.tasks) == 1:
@@ -204,7 +204,7 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
     labels = _without(config.labels, name)
     model = parts.model
     if index == 0 and heads[tasks[0]]:
-        # The merged model alone has the head of the first task.
+        # The merged model on its own uses the head of the first task.
         model = copy_with(model, heads[tasks[0]])
         if tasks[0] in labels:
             library_of(model).set_labels(model, labels[tasks[0]])
@@ -250,7 +250,7 @@ def delete_tasks(parts: RetexParts, names: list[str]) -> RetexParts:
 def _check_request(
     parts: RetexParts, name: str, expert: Any, references: Iterable[Any] | None, tolerance: float | None
 ) -> None:
-    """Refuse what is wrong before anything is opened."""
+    """Refuse invalid arguments before anything is opened."""
     check_tasks({name: expert})
     if name in parts.config.tasks:
         raise TaskError(f"The model has a task {name!r} already; its tasks are {parts.config.tasks}.")
@@ -300,10 +300,10 @@ def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, 
 def _open_expert(
     parts: RetexParts, name: str, source: Source, base: Source | None, inventory: Inventory, device: torch.device
 ) -> ExpertSet:
-    """The new expert beside the merged model, checked as a build checks experts and their base."""
+    """Open the new expert with the merged model as its base, with a build's checks."""
     model, library = parts.model, library_of(parts.model)
     kind = architecture_of(source, base or source)
-    # An OpenCLIP folder says which library it is of, not which class.
+    # An OpenCLIP folder names its library, not a class.
     if kind not in (None, kind_of_model(model), library.NAME):
         raise CheckpointError(
             f"{source.label} is a {kind}, but the other experts are a {kind_of_model(model)}: experts must share one "
@@ -360,7 +360,7 @@ def _open_expert(
 def _joined_rows(
     parts: RetexParts, name: str, source: Source, experts: ExpertSet, inventory: Inventory
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
-    """The rows and vocabularies of all tasks, with those of a new one; both empty where all have the model's own."""
+    """Return the rows and vocabularies of all tasks and the new one; both are empty if all use the model's own."""
     if not experts.sizes:
         return {}, {}
     like, library = parts.model.state_dict(), library_of(parts.model)
@@ -389,10 +389,10 @@ def _joining(
     left_out: set[str],
     tolerance: float | None,
 ) -> dict[str, Layout]:
-    """Layouts of the parameters that the new expert changes and none of the others did."""
+    """Return the layouts of the parameters that the new expert changes and no other expert did."""
     config = parts.config
     if config.rank_budget is not None and tolerance is None:
-        return {}  # what is not recovered was not worth its storage
+        return {}  # unrecovered parameters were not worth their storage
     checkpoint = experts.experts[name]
     joining = {}
     for n in experts.names:
@@ -401,7 +401,7 @@ def _joining(
         merged = experts.read_base(n)
         if torch.equal(read_finite(checkpoint, n).to(merged.dtype), merged):
             continue
-        # Rank 1 shows the kind of a parameter; the rank itself is found as it grows.
+        # Rank 1 determines the kind of layout; the rank itself is found as it grows.
         joining[n] = plan_layout(
             inventory.shapes[n],
             "full" if config.rank == "full" else 1,
@@ -413,8 +413,10 @@ def _joining(
 
 
 def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: float | None) -> dict[str, float]:
-    """The relative error that the new task may have: that of the others, unless one is given. Where the others have no
-    error because they do not differ, it is what they have in other matrices as a rule."""
+    """Return the relative error that the new task may have: the given one, or that of the other tasks.
+
+    Parameters in which the others do not differ have no error; use the median over all matrices for them.
+    """
     if tolerance is not None:
         return dict.fromkeys([*parts.recovery, *joining], tolerance)
     unknown = [name for name in parts.recovery if parts.errors.get(name) is None]
@@ -426,8 +428,11 @@ def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: flo
 
 
 def _joint_errors(errors: Mapping[str, float], growth: Growth) -> dict[str, float]:
-    """An upper bound of the relative errors over all tasks. Of the others only that ratio is known, not its parts; a
-    joint ratio lies between the two."""
+    """Return an upper bound of the relative errors over all tasks.
+
+    Only the other tasks' joint ratio is known, not its parts; the ratio over all tasks lies between theirs and the new
+    one.
+    """
     known = {name: max(error, growth.errors[name]) for name, error in errors.items() if error is not None}
     return {**growth.errors, **known}
 
@@ -451,14 +456,14 @@ def _scorer(parts: RetexParts, sample: Mapping[str, Any]) -> WeightScorer:
 
 
 def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
-    """The signature of the new task, at the layer where the others have theirs."""
+    """Fit the signature of the new task, at the feature layer of the others."""
     config, layer = parts.config, parts.signatures.feature_layer
     features = reference_features(_extractor(parts, [layer]), name, batches, config.num_reference)
     return Signatures.fit([features[layer]], config.signature_rank, layer)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read a tensor, finite where it can be otherwise; a trunk has counters too."""
+    """Read a tensor; refuse non-finite values. (A trunk also has integer counters, which need no check.)"""
     tensor = checkpoint.read(name)
     return check_range(tensor, checkpoint.label, name) if tensor.is_floating_point() else tensor
 
@@ -470,7 +475,7 @@ def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
 def _trunk_cost(
     parts: RetexParts, name: str, trunk: Mapping[str, Tensor], batches: list[dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """What it costs the new task that its trunk stays merged; `trunk` holds the expert's own tensors there."""
+    """Return the new task's cost of a merged trunk; `trunk` holds the expert's own tensors there."""
     device = parts.recovery.task_embedding.device
     like = parts.model.state_dict()
     own = {n: tensor.to(device, like[n].dtype) for n, tensor in trunk.items()}
@@ -496,13 +501,13 @@ def _add_to_recipe(
     tolerance: float | None,
     check_base: bool,
 ) -> dict[str, Any] | None:
-    """The recipe with the new task; None where the expert, or its base, is in memory only."""
+    """Return the recipe with the new task; None if the expert or its base exists only in memory."""
     if not all(isinstance(spec, (str, os.PathLike)) for spec in (expert, base) if spec is not None):
         return None
     text, revision = os.fspath(expert), source.provenance.get("revision")
     change: dict[str, Any] = {
         "add": name,
-        # What a branch holds changes, a commit does not.
+        # Pin the commit, because a branch can move.
         "expert": text if revision is None else f"{text.partition('@')[0]}@{revision}",
     }
     change |= {} if base is None else {"base": os.fspath(base)}

@@ -1,4 +1,4 @@
-"""What a wrapper shows of the model it wraps, to those that look before they call."""
+"""Exposure of the wrapped model's signatures and attributes to introspection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import RetexError
 
 logger = logging.getLogger(__name__)
 
-# Methods of wrapped models that read, and neither run nor change the model; or that set up what experts inherit.
+# Methods of wrapped models that neither run nor change the model, or that set up what experts inherit.
 READERS = frozenset(
     {"add_model_tags", "can_generate", "compute_transition_scores", "create_extended_attention_mask_for_decoder",
      "disable_input_require_grads",
@@ -40,10 +40,10 @@ NOT_EXPORTED = (
 
 
 class shows_wrapped:
-    """A method that, asked of an instance, has the signature of the wrapped model's method of that name, and `task`.
+    """A method whose signature on an instance is that of the wrapped model's method of the same name, plus `task`.
 
-    transformers asks it: `Trainer` drops the columns of a dataset that are not named there, pipelines look whether
-    there is a `use_cache`.
+    transformers inspects it: `Trainer` drops dataset columns that are not named there, and pipelines look for
+    `use_cache`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ class shows_wrapped:
 
 
 class _Bound:
-    """The method of one instance. The signature is made when somebody asks for it, not at every call."""
+    """The method bound to one instance. Its signature is computed on demand, not at every call."""
 
     def __init__(self, function: Callable[..., Any], instance: Any) -> None:
         self.__func__, self.__self__ = function, instance
@@ -68,7 +68,7 @@ class _Bound:
         return self.__func__(self.__self__, *args, **kwargs)
 
     @property
-    def __code__(self) -> CodeType:  # which torch.export looks at before it calls
+    def __code__(self) -> CodeType:  # inspected by torch.export before it calls
         return self.__func__.__code__
 
     @property
@@ -81,13 +81,13 @@ class _Bound:
 
 
 def may_pass(name: str, value: Any) -> bool:
-    """Whether an attribute of the wrapped model is also one of the wrapper: what neither runs nor changes a model."""
+    """Return whether the wrapper passes on an attribute, which must neither run nor change the wrapped model."""
     runs = callable(value) and not isinstance(value, type)
     return not runs or name in READERS or name.startswith("_")
 
 
 def refuse(name: str, wrapped: str, *args: Any, **kwargs: Any) -> None:
-    """Stand in for a method of the wrapped model that would run or change the merged model alone."""
+    """Refuse a method of the wrapped model that would run or change the merged model alone."""
     raise RetexError(
         f"{name!r} of {wrapped} knows nothing of tasks: call it on an expert, model.merge_and_unload(task), or on the "
         "merged model, model.get_base_model()."
@@ -95,8 +95,10 @@ def refuse(name: str, wrapped: str, *args: Any, **kwargs: Any) -> None:
 
 
 def without_shared_memory(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which the further names of tied tensors stand for copies: safetensors, in which `Trainer` keeps
-    its checkpoints, refuses shared memory."""
+    """Copy tied tensors of a state dict under all but their first name.
+
+    `Trainer` saves checkpoints as safetensors, which refuses shared memory.
+    """
     seen: set[int] = set()
     for name, value in tensors.items():
         if type(value) is Tensor and not value.is_meta and value.numel():

@@ -1,4 +1,4 @@
-"""PEFT's and transformers' names for what adapters do: ours where the meaning is the same, else what to do instead."""
+"""PEFT's and transformers' names for adapter operations: supported if the meaning is the same, else refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .routed_model import RoutedModel
 
 PEFT_TYPE = "RETEX"
-# Names of PEFT and of transformers' own adapter methods that a `RetexModel` does not have, and why.
+# Names of PEFT and of transformers' adapter methods that a `RetexModel` refuses, and why.
 REFUSED = {
     "add_adapter": "A RetexModel gets a task from its expert, not from an untrained adapter: "
     "model.add_task(name, expert).",
@@ -41,7 +41,7 @@ REFUSED = {
     "modules_to_save": "Heads of tasks are in model.heads.",
     "base_model_torch_dtype": "The merged model's dtype is model.dtype.",
 }
-# Options of PEFT's and transformers' methods that ours do not have, and why.
+# Options of PEFT's and transformers' methods that ours refuse, and why.
 SAVING = {
     "save_embedding_layers": "the merged model is always saved whole, with its embeddings.",
     "path_initial_model_for_weight_conversion": "tasks are not stored as adapters: model.export_lora(task, folder) "
@@ -57,14 +57,14 @@ LOADING = {
     "key_mapping": "give the expert as a state dict with the model's own names.",
     "revision": "write the revision behind the Hub id, org/name@revision.",
 }
-# What is easily written for `task` or `adapter_names`, and would be lost in a `forward` that takes anything.
+# Likely misspellings of `task` or `adapter_names`, which a `forward` that accepts any keyword would ignore.
 MISSPELT = ("tasks", "task_name", "task_names", "adapter", "adapters", "adapter_name")
 
 
 def check_options(
     method: str, given: Mapping[str, Any], known: Collection[str], reasons: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Refuse options that a method does not have, with the reason where there is one."""
+    """Refuse options that a method does not have, giving the reason if there is one."""
     for name in given:
         if name not in known:
             reason = reasons.get(name, f"expected one of {sorted(known)}.")
@@ -72,7 +72,7 @@ def check_options(
 
 
 def check_spelling(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse names that were meant to name tasks, unless the wrapped model's method has an argument of that name."""
+    """Refuse misspelt names of the task argument, unless the wrapped model's method has an argument of that name."""
     for name in MISSPELT:
         if name in given and name not in inspect.signature(function).parameters:
             raise InputError(
@@ -81,7 +81,7 @@ def check_spelling(function: Callable[..., Any], given: Mapping[str, Any]) -> No
 
 
 def model_status(model: RoutedModel) -> TunerModelStatus:
-    """What PEFT's `get_model_status` says, of tasks."""
+    """Return PEFT's `get_model_status`, with tasks as adapters."""
     from peft.peft_model import TunerModelStatus
 
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -104,7 +104,7 @@ def model_status(model: RoutedModel) -> TunerModelStatus:
 
 
 def layer_status(model: RoutedModel) -> list[TunerLayerStatus]:
-    """What PEFT's `get_layer_status` says: an entry per parameter that is recovered."""
+    """Return PEFT's `get_layer_status`, with an entry per recovered parameter."""
     from peft.peft_model import TunerLayerStatus
 
     whole = model_status(model)

@@ -1,16 +1,16 @@
-"""`transformers.pipeline` with a `RetexModel`: every row is read with the labels of its own task, and says which it is.
+"""`transformers.pipeline` for a `RetexModel`: every row uses the labels of its own task, and the answer names the task.
 
-transformers' pipelines read the labels of `model.config`, of which there is one, and do not know the class. Those here
-run transformers' own steps with something in the model's place: during the forward step what notes the routing of the
-call, after it the configuration of the row's task.
+transformers' pipelines read the labels of `model.config`, of which there is only one, and do not know the class. Those
+here run transformers' own steps with a substitute for the model: in the forward step one that records the routing of
+the call, afterwards one with the configuration of the row's task.
 
 >>> from transformers import pipeline
 >>> pipe = pipeline("text-classification", model=retex_model, tokenizer=tokenizer)  # doctest: +SKIP
 >>> pipe(["what a film", "Is it far to the sea?"], batch_size=2)  # doctest: +SKIP
 [{'task': 'reviews', 'label': 'positive', 'score': 0.98}, {'task': 'questions', 'label': 'distance', 'score': 0.91}]
 
-A pipeline's own `task` is its kind; to have all inputs answered by one task, pin it with `model.set_adapter(name)`. The
-model must be given as an object: by its name transformers loads the merged model alone, which is refused.
+A pipeline's own `task` is its kind; to have one task answer all inputs, pin it with `model.set_adapter(name)`. The
+model must be given as an object: given its name, transformers would load the merged model alone, which is refused.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from ..routing import Routing
 from .retex_model import RetexModel
 from .routed_model import GIVEN_AWAY
 
-# Where the names of the rows' tasks travel through the pipeline's taking apart of batches, which takes lists apart too.
-# Names, because tasks may come and go meanwhile.
+# Key under which the rows' tasks pass through the pipeline, which splits lists along with the batch. Names instead of
+# ids, because tasks may be added or deleted meanwhile.
 TASK_KEY = "retex_task"
-# Likewise, whether rows are far from every task, where the routing asks for it.
+# Likewise, whether rows are out-of-distribution, if the routing abstains on them.
 FAR_KEY = "retex_far"
 
 
 class _Recorder:
-    """Stands in for a model during one call, and keeps the routing of its output."""
+    """A substitute for a model during one call that records the routing of its output."""
 
     def __init__(self, model: RetexModel) -> None:
         self.model, self.routing = model, None
@@ -76,16 +76,16 @@ class _Recorder:
 
 
 class RoutedPipeline(Pipeline):
-    """What our pipelines have in common; the next class in line is the one of transformers."""
+    """The common base of our pipelines; the next class in the MRO is that of transformers."""
 
     def _in_place_of_model(self, model: Any) -> Pipeline:
-        """transformers' methods of this pipeline, with something else as its model. Of a copy: calls may overlap."""
+        """Return transformers' methods of this pipeline with another model, on a copy because calls may overlap."""
         view = copy(self)
         view.model = model
         return super(RoutedPipeline, view)
 
     def check_model_type(self, supported_models: Any) -> None:
-        """It is the wrapped model's class that must fit."""
+        """Check the wrapped model's class instead of the wrapper's."""
         self._in_place_of_model(self.model.get_base_model()).check_model_type(supported_models)
 
     def _forward(self, model_inputs: Any, **params: Any) -> Any:
@@ -117,13 +117,13 @@ class RoutedPipeline(Pipeline):
         return _saying(self._in_place_of_model(described).postprocess(outputs, **params), said)
 
     def _far_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
-        """Whether one input, or any of its parts, is far from every task; nothing where that is not asked for."""
+        """Return whether any part of an input is out-of-distribution; empty if the routing does not abstain."""
         found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
         return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
 
     def _task_of(self, parts: list[Mapping[str, Any]]) -> str | None:
-        """The task of one input, which may have been cut into several parts."""
-        # A row of a batch has a name, and a batch of one that was not taken apart a list of one.
+        """Return the task of one input, which may have been split into several parts."""
+        # A row of a split batch has a name, an unsplit batch of one has a list of one.
         names = (part[TASK_KEY] for part in parts if TASK_KEY in part)
         tasks = {name if isinstance(name, str) else name[0] for name in names}
         if len(tasks) > 1:
@@ -134,50 +134,50 @@ class RoutedPipeline(Pipeline):
 
 
 def _without_padding(outputs: Mapping[str, Any], width: int) -> Any:
-    """The outputs of a row with the logits of its own head only."""
+    """Return the outputs of a row with only the logits of its own head."""
     return type(outputs)({**outputs, "logits": outputs["logits"][..., :width]})
 
 
 def _saying(answer: Any, said: Mapping[str, Any]) -> Any:
-    """An answer that says which task gave it, and whether it is far; one that is all numbers has no place for it."""
+    """Add the task, and whether the input is out-of-distribution, to an answer; leave numeric answers unchanged."""
     if isinstance(answer, list):
         return [_saying(part, said) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
     return {**said, **answer} if isinstance(answer, dict) else answer
 
 
 class RetexTextClassificationPipeline(RoutedPipeline, TextClassificationPipeline):
-    """`"text-classification"`"""
+    """The `"text-classification"` pipeline."""
 
 
 class RetexTokenClassificationPipeline(RoutedPipeline, TokenClassificationPipeline):
-    """`"token-classification"`"""
+    """The `"token-classification"` pipeline."""
 
 
 class RetexImageClassificationPipeline(RoutedPipeline, ImageClassificationPipeline):
-    """`"image-classification"`"""
+    """The `"image-classification"` pipeline."""
 
 
 class RetexZeroShotImageClassificationPipeline(RoutedPipeline, ZeroShotImageClassificationPipeline):
-    """`"zero-shot-image-classification"`"""
+    """The `"zero-shot-image-classification"` pipeline."""
 
 
 class RetexFillMaskPipeline(RoutedPipeline, FillMaskPipeline):
-    """`"fill-mask"`"""
+    """The `"fill-mask"` pipeline."""
 
 
 class RetexFeatureExtractionPipeline(RoutedPipeline, FeatureExtractionPipeline):
-    """`"feature-extraction"`"""
+    """The `"feature-extraction"` pipeline."""
 
 
 class RetexImageFeatureExtractionPipeline(RoutedPipeline, ImageFeatureExtractionPipeline):
-    """`"image-feature-extraction"`"""
+    """The `"image-feature-extraction"` pipeline."""
 
 
 class RetexAudioClassificationPipeline(RoutedPipeline, AudioClassificationPipeline):
-    """`"audio-classification"`"""
+    """The `"audio-classification"` pipeline."""
 
     def _sanitize_parameters(self, top_k: int | None = None, **params: Any) -> tuple[dict, dict, dict]:
-        """transformers limits `top_k` to the number of labels here, which is not known before the task is."""
+        """Defer `top_k`, which transformers limits to the number of labels before the task is known."""
         *others, postprocess_params = super()._sanitize_parameters(top_k=1, **params)
         return *others, {**postprocess_params, "top_k": top_k}
 
@@ -187,8 +187,10 @@ class RetexAudioClassificationPipeline(RoutedPipeline, AudioClassificationPipeli
 
 
 class RetexTextGenerationPipeline(RoutedPipeline, TextGenerationPipeline):
-    """`"text-generation"`, for encoder-decoder models too, whose own pipeline transformers has given up: their answer
-    is what the decoder writes, greedily unless asked otherwise, and does not repeat the prompt."""
+    """The `"text-generation"` pipeline, also for encoder-decoder models, whose own pipeline transformers has removed.
+
+    Their answer is the decoder's output, greedy by default, without the prompt.
+    """
 
     def __init__(self, model: RetexModel, *args: Any, tokenizer: Any, **kwargs: Any) -> None:
         side = tokenizer.padding_side
@@ -196,7 +198,7 @@ class RetexTextGenerationPipeline(RoutedPipeline, TextGenerationPipeline):
             self._default_generation_config = GenerationConfig(max_new_tokens=256)
         super().__init__(model, *args, tokenizer=tokenizer, **kwargs)
         if model.config.is_encoder_decoder:
-            tokenizer.padding_side = side  # transformers has turned it to the left, as decoders need it
+            tokenizer.padding_side = side  # transformers sets it to the left, as decoders need
 
     def check_model_type(self, supported_models: Any) -> None:
         encoded = self.model.config.is_encoder_decoder
@@ -206,14 +208,14 @@ class RetexTextGenerationPipeline(RoutedPipeline, TextGenerationPipeline):
         self, model_outputs: Any, return_type: ReturnType = ReturnType.FULL_TEXT, **params: Any
     ) -> list[dict[str, Any]]:
         if self.model.config.is_encoder_decoder:
-            model_outputs = {**model_outputs, "input_ids": None}  # no prompt to cut off
+            model_outputs = {**model_outputs, "input_ids": None}  # no prompt to remove
             return_type = ReturnType.NEW_TEXT if return_type == ReturnType.FULL_TEXT else return_type
         return super().postprocess(model_outputs, return_type=return_type, **params)
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """Makes our pipeline of a `RetexModel`, and transformers' own of any other model."""
+    """A factory that makes our pipeline for a `RetexModel`, and transformers' own for any other model."""
 
     stock: type[Pipeline]
     routed: type[RoutedPipeline]
@@ -225,14 +227,16 @@ class PipelineChoice:
 
     def __getattr__(self, name: str) -> Any:
         # `pipeline` asks the class which tokenizers and processors to load.
-        if name == "stock":  # not set yet: looking further would recurse
+        if name == "stock":  # not set yet: delegating would recurse
             raise AttributeError(name)
         return getattr(self.stock, name)
 
 
 def _refuse_merged_by_name(model: Any) -> None:
-    """Refuse the merged model that transformers has loaded from an artifact: it would answer without recovery, and
-    nobody would be told. Models that a `RetexModel` has given away are what was asked for."""
+    """Refuse a merged model that transformers loaded from an artifact: it would silently answer without recovery.
+
+    Models obtained from a `RetexModel` are accepted.
+    """
     name = getattr(model, "name_or_path", None)
     if not name or isinstance(model, RetexModel) or getattr(model, GIVEN_AWAY, False):
         return
@@ -261,9 +265,9 @@ ROUTED: dict[str, type[RoutedPipeline]] = {
 
 
 def register_pipelines() -> None:
-    """Let `transformers.pipeline` make these for a `RetexModel`; other models get what they always got.
+    """Make `transformers.pipeline` use these pipelines for a `RetexModel`; other models are unaffected.
 
-    The registry's entries are changed in place: `register_pipeline` would warn that the tasks exist, and would have a
+    The registry's entries are changed in place: `register_pipeline` would warn that the tasks exist, and would make a
     pipeline's `save_pretrained` copy this file into the model's folder.
     """
     for task, routed in ROUTED.items():

@@ -1,4 +1,4 @@
-"""`RetexModel`: built from experts, saved, shared and changed; `RoutedModel` is how it runs."""
+"""`RetexModel`: building, saving, sharing and changing a model that `RoutedModel` runs."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from .routed_model import RoutedModel
 
 
 class RetexModel(RoutedModel):
-    """One merged model that recovers the right expert for every row of a batch.
+    """A merged model that recovers the right expert for every row of a batch.
 
-    Build it with [`from_experts`], teach it to tell tasks apart with [`fit_signatures`], keep it with
-    [`save_pretrained`]; [`from_pretrained`] brings it back. `forward`, `generate`, `encode_image`, `get_image_features`
-    and the like are those of the wrapped model, with one more argument: `task`, a task name, one name or id per row,
-    or a (rows, tasks) tensor of mixing weights. Without it, each row's task is identified from the row itself. What was
-    decided travels on the output as `output.routing`.
+    Build it with [`from_experts`], teach it to identify tasks with [`fit_signatures`], save it with [`save_pretrained`]
+    and load it with [`from_pretrained`]. `forward`, `generate`, `encode_image`, `get_image_features` and the like are
+    those of the wrapped model, with one more argument: `task`, a task name, one name or id per row, or a (rows, tasks)
+    tensor of mixing weights. Without it, each row's task is identified from the row itself. The decision is attached to
+    the output as `output.routing`.
 
     As in PEFT, `model.config` is the wrapped model's configuration; ours is `model.retex_config`.
 
@@ -106,9 +106,9 @@ class RetexModel(RoutedModel):
     ) -> RetexModel:
         """Merge experts and solve for the recovery of each.
 
-        With `output_dir` the result goes straight into that folder, parameter by parameter: building takes memory for
-        the largest tensor of all experts, whatever the depth of the model. The folder is what `save_pretrained` would
-        write; it appears when it is complete. Killed and started again, the build continues where it was.
+        With `output_dir` the result is written straight into that folder, parameter by parameter, so that memory grows
+        with the largest tensor of all experts, not with the depth of the model. The folder is what `save_pretrained`
+        would write; it appears once complete. An interrupted build is continued when started again.
 
         Args:
             base: The pre-trained model the experts were fine-tuned from.
@@ -121,21 +121,22 @@ class RetexModel(RoutedModel):
             solver: `"closed_form"`, the exact optimum, or `"adam"`, the paper's training.
             training: Settings of `"adam"`.
             calibration: `{task: batches}` for merges that learn from data, batches as in [`fit_signatures`]. Labels
-                (`"labels"`, one answer per row) are needed where the merge chooses by accuracy (`"consensus"`), and not
-                looked at otherwise (`"adamerging"`). All experts are held in memory meanwhile. What was found is in
-                `retex_config.merge`.
-            readout: With `calibration`: how the experts answer. Default: `Classifier()`, the model's own `logits`.
+                (`"labels"`, one answer per row) are needed if the merge chooses by accuracy (`"consensus"`), and
+                ignored otherwise (`"adamerging"`). All experts are held in memory meanwhile. The learned options are
+                stored in `retex_config.merge`.
+            readout: With `calibration`: how to read the experts' answers. Default: `Classifier()`, the model's own
+                `logits`.
             accelerator: An `accelerate.Accelerator`: the work is shared among its processes, which must all make this
                 call. The exact result does not depend on their number.
-            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict. For
-                timm models that were made with arguments: `{"architecture": ..., "model_args": {...}}`.
+            model_config: For OpenCLIP models given as modules: the architecture's name or configuration dict. For timm
+                models created with arguments: `{"architecture": ..., "model_args": {...}}`.
             check_base: Refuse experts that do not descend from the base.
-            device: Where to merge and solve, tensor by tensor, and where the model is in the end: `"cuda"`, `"cuda:1"`,
-                or `"auto"`, the machine's accelerator. Default: where the base or an expert given as a module is, else
-                the CPU. What needs float64 runs on the CPU where the device has none, which is said.
-            dtype: Hold and run the merged model in this dtype, such as `"bfloat16"`. What rounding loses the recovery
-                knows of. Default (and `"auto"`): as the first expert is stored.
-            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            device: Where to merge and solve, tensor by tensor, and where to put the model: `"cuda"`, `"cuda:1"`, or
+                `"auto"`, the machine's accelerator. Default: the device of a base or expert given as a module, else the
+                CPU. Where the device has no float64, steps that need it run on the CPU, with a message.
+            dtype: Hold and run the merged model in this dtype, such as `"bfloat16"`. The recovery accounts for the
+                rounding. Default (and `"auto"`): as the first expert is stored.
+            expert_cache: Bytes of recovered experts to keep in memory (`0` keeps none).
             token: Hub token.
             cache_dir: Hub cache.
             execution: How batches of several tasks run, see [`execution`].
@@ -184,8 +185,9 @@ class RetexModel(RoutedModel):
     ) -> None:
         """Save to a folder that is also a plain checkpoint of the merged model.
 
-        Written beside the target and moved into place: a failure leaves the previous folder as it was. Files in the
-        folder that are not part of the artifact are kept. The model card is written, or brought up to date.
+        The model is written to a staging folder and moved into place, so that a failure leaves the previous folder
+        unchanged. Files in the folder that are not part of the artifact are kept. The model card is written, or
+        updated.
 
         Args:
             save_directory: The folder.
@@ -193,9 +195,9 @@ class RetexModel(RoutedModel):
             is_main_process: Whether this process is the one that saves.
             safe_serialization: As in PEFT. Weights are always safetensors, so False is refused.
             selected_adapters: Save these tasks only. The model itself keeps all of them.
-            push_to_hub: Push the same to the Hub afterwards, see [`push_to_hub`].
-            repo_id: Where to; default: the folder's name.
-            push_options: Those of [`push_to_hub`].
+            push_to_hub: Also push the result to the Hub, see [`push_to_hub`].
+            repo_id: Repository to push to; default: the folder's name.
+            push_options: Options of [`push_to_hub`].
         """
         if not safe_serialization:
             raise ConfigError("Weights are always saved as safetensors: leave out safe_serialization=False.")
@@ -227,11 +229,12 @@ class RetexModel(RoutedModel):
         return selected
 
     def save_description(self, save_directory: str | Path) -> None:
-        """Write again what is small in the folder that this model was saved to: configuration, signatures, recipe,
-        measured figures and card. For after [`fit_signatures`] or an evaluation; weights are not written again, and
-        must not have changed since.
+        """Rewrite a saved model's metadata: configuration, signatures, recipe, measurements and card; weights stay.
 
-        After files were changed on purpose, load with `verify=False` and call this: it records them as they are now."""
+        Use this after [`fit_signatures`] or an evaluation. The weights must not have changed since they were saved.
+
+        After changing files deliberately, load with `verify=False` and call this: it records them as they are now.
+        """
         writing.rewrite_description(self.parts(), save_directory)
 
     @classmethod
@@ -263,28 +266,28 @@ class RetexModel(RoutedModel):
 
         Args:
             pretrained_model_name_or_path: A folder written by `save_pretrained`, or a Hub id.
-            further: Nothing: an artifact holds the merged model, and PEFT's `(base, folder)` is refused.
+            further: Not accepted: an artifact holds the merged model, so PEFT's `(base, folder)` is refused.
             adapter_name: Pin this task, as [`set_adapter`] does.
             revision: Branch, tag or commit on the Hub.
             cache_dir: Hub cache.
             token: Hub token.
             local_files_only: Do not contact the Hub.
-            subfolder: Where in the folder or repository the artifact lies.
+            subfolder: Subfolder of the folder or repository that holds the artifact.
             dtype: Cast the merged model (and the experts recovered from it) to this dtype, such as `torch.float16` or
-                `"float16"`; `"auto"` takes it as it is stored, which is also the default (OpenCLIP: float32).
-            torch_dtype: Another name of `dtype`.
-            device: Put all of the model on this device, such as `"cuda"`; `"auto"` is the machine's accelerator.
-                Default: the CPU. `model.to(device)` does the same, by way of the CPU's memory.
-            device_map: Or spread the merged model, as transformers does: `"auto"`, or a dict of module names and
-                devices. What recovers experts follows where it is needed.
+                `"float16"`; `"auto"`, the default, keeps it as stored (OpenCLIP: float32).
+            torch_dtype: Alias of `dtype`.
+            device: Put the whole model on this device, such as `"cuda"`; `"auto"` is the machine's accelerator.
+                Default: the CPU. `model.to(device)` does the same, but loads into the CPU's memory first.
+            device_map: Distribute the merged model as transformers does: `"auto"`, or a dict of module names and
+                devices. The recovery module follows.
             is_trainable: Let the recovery module require gradients, for training it on data with `model.train()`; it
                 must be stored as float32.
-            expert_cache: Bytes of recovered experts to keep at hand (`0` keeps none).
+            expert_cache: Bytes of recovered experts to keep in memory (`0` keeps none).
             execution: How batches of several tasks run, see [`execution`].
-            verify: Compare the content of every file that is read with the checksum recorded for it. This reads the
-                files once more; False leaves it out, for large artifacts on slow disks.
-            check_finite: Refuse weights that hold NaN or infinite numbers. This looks at every number.
-            model_options: Go to transformers' own `from_pretrained` for the merged model: `quantization_config`,
+            verify: Compare the content of every file with its recorded checksum. This reads the files once more; set it
+                to False for large artifacts on slow disks.
+            check_finite: Refuse weights that hold NaN or infinite numbers. This reads every number.
+            model_options: Options of transformers' own `from_pretrained` for the merged model: `quantization_config`,
                 `attn_implementation`, `offload_folder` and the like. An artifact of modules of your own class needs
                 `make_model`, a function that makes one: `make_model=lambda: Net(width=64)`.
         """
@@ -318,12 +321,12 @@ class RetexModel(RoutedModel):
             return model._followed()
 
     def _followed(self) -> RetexModel:
-        """The same model, with its recovery where `device_map` has put the merged model, or most of what computes."""
+        """Move the recovery to the device of the merged model, or to the first accelerator that `device_map` uses."""
         devices = list(dict.fromkeys(parameter.device for parameter in self.model.parameters()))
         computing = [device for device in devices if device not in (CPU, META)]
         if len(devices) == 1 and computing:
             return self.to(devices[0])
-        if computing:  # tensors that lie elsewhere are met there
+        if computing:  # tensors on other devices are moved when used
             self.recovery.to(computing[0])
             if self.signatures is not None:
                 self.signatures = self.signatures.to(computing[0])
@@ -340,16 +343,16 @@ class RetexModel(RoutedModel):
         commit_message: str = "Upload ReTeX model",
         max_shard_size: str | int = "5GB",
     ) -> CommitInfo:
-        """Upload to the Hub what `save_pretrained` writes and the figures of the card, as one commit.
+        """Upload what `save_pretrained` writes and the figures of the card to the Hub, as one commit.
 
-        A card that the repository has already is brought up to date. Files of an earlier artifact that are not part of
-        this one are deleted; all other files of the repository stay.
+        An existing card of the repository is updated. Files of an earlier artifact that are not part of this one are
+        deleted; all other files of the repository stay.
 
         Args:
-            repo_id: `name` or `owner/name`; created if need be.
-            private: Whether a repository that is created is private.
-            token: Hub token; default: the one of `hf auth login`.
-            revision: The branch, created if need be; default: main.
+            repo_id: `name` or `owner/name`; created if needed.
+            private: Whether a newly created repository is private.
+            token: Hub token; default: that of `hf auth login`.
+            revision: The branch, created if needed; default: main.
             create_pr: Open a pull request instead of changing the main branch.
             commit_message: First line of the commit.
             max_shard_size: Size above which weights are stored in several files.
@@ -372,11 +375,11 @@ class RetexModel(RoutedModel):
         )
 
     def create_or_update_model_card(self, save_directory: str | Path) -> None:
-        """Write the model card (`README.md`) of a saved model, with figures, or bring it up to date.
+        """Write or update the model card (`README.md`) of a saved model, with figures.
 
-        Sections and metadata that the library wrote are replaced; what a person wrote, changed or took out stays so.
-        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` draws only the figures that are there
-        already: drawing takes longer than saving.)
+        Sections and metadata that the library wrote are replaced; what a person wrote, changed or removed stays so.
+        `save_pretrained` and `push_to_hub` do the same. (`save_pretrained` redraws only existing figures, because
+        drawing takes longer than saving.)
         """
         writing.rewrite_card(self.parts(), save_directory)
 
@@ -385,19 +388,19 @@ class RetexModel(RoutedModel):
     def fit_signatures(
         self, references: Mapping[str, Iterable[Any]] | Iterable[Any], *, progress: bool = True
     ) -> dict[str, float]:
-        """Learn to tell tasks apart from a few unlabelled inputs of each.
+        """Learn to identify tasks from a few unlabelled inputs of each.
 
-        With `RetexConfig(signatures="weights")` tasks are told apart without any; then this is optional, and takes a
-        pool of inputs of any tasks (batches, all of which are read), whose mean scores are subtracted from then on.
+        With `RetexConfig(signatures="weights")` tasks are identified without any; this call is then optional, and takes
+        a pool of inputs of any tasks (batches, all of which are read), whose mean scores are subtracted from then on.
 
         Args:
-            references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or
-                a bare tensor, the model's main input. The first `num_reference` rows of each task are used: draw them
-                at random, because data sorted by class would show one class only.
+            references: `{task: batches}`; a batch is a dict of keyword arguments of `forward` (labels are ignored) or a
+                bare tensor, the model's main input. The first `num_reference` rows of each task are used: draw them at
+                random, because data sorted by class would show only one class.
             progress: Show a progress bar.
 
         Returns:
-            Held-out identification accuracy on the references, per candidate layer; of a pool, nothing is known.
+            Held-out identification accuracy on the references, per candidate layer; empty for a pool.
         """
         signed = self._frozen()
         before = signed.parts()
@@ -437,12 +440,12 @@ class RetexModel(RoutedModel):
         return accuracies
 
     def _sign(self, signatures: Signatures | WeightSignatures) -> None:
-        # What was measured and written down was of other signatures.
+        # The evaluation and the recipe describe other signatures.
         signatures = signatures.to(self.recovery.task_embedding.device)
         self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
 
     def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
-        """Leave what runs up to the feature layer merged for every task, and say what that costs."""
+        """Leave the layers up to the feature layer merged for every task, and report the cost."""
         extractor = self._extractor([self.signatures.feature_layer])
         sample = references[self.tasks[0]][0]
         names = trunk_parameters(extractor, sample, self.model)
@@ -478,14 +481,14 @@ class RetexModel(RoutedModel):
         device: str | torch.device | None = None,
         progress: bool = True,
     ) -> AddedTask:
-        """Recover one more expert, without the others at hand; what the model does for other tasks stays the same.
+        """Recover one more expert, without the others; the model's behaviour on other tasks stays the same.
 
-        The merged model is not changed. In every parameter the new expert's difference from it is solved for against
-        the shared factor that is there. Where that leaves a larger error than `tolerance`, the factor gets more rank,
-        as little as will do. If it fails, the model is as before; calls that are running are not disturbed.
+        The merged model is not changed. In every parameter, the new expert's difference from it is solved for with the
+        existing shared factor. If that leaves a larger error than `tolerance`, the rank of the factor is increased, by
+        as little as needed. On failure the model stays unchanged; running calls are not disturbed.
 
-        Building from all experts again gives a smaller artifact, because the merge and the shared factors then know
-        of the new expert.
+        Building again from all experts gives a smaller artifact, because the merge and the shared factors then include
+        the new expert.
 
         Args:
             name: A new name.
@@ -500,11 +503,11 @@ class RetexModel(RoutedModel):
             check_base: Refuse an expert that is not related to the merged model.
             token: Hub token.
             cache_dir: Hub cache.
-            device: Where to solve, as in [`from_experts`]. Default: where the model is.
+            device: Where to solve, as in [`from_experts`]. Default: the model's device.
             progress: Show a progress bar.
 
         Returns:
-            How well the new task is recovered, and what that cost. `recovery_errors` are upper bounds from now on.
+            The new task's recovery errors and its cost. `recovery_errors` are upper bounds from now on.
 
         Example:
             >>> import torch
@@ -537,10 +540,10 @@ class RetexModel(RoutedModel):
         return added
 
     def delete_task(self, name: str) -> None:
-        """Forget a task: its part of the recovery, its head and labels, its signature.
+        """Delete a task: its part of the recovery, its head and labels, its signature.
 
-        If it is pinned, calls are routed again. If it is the first task, the merged model alone has the head of the
-        next one from now on. Shared factors keep their rank: a build from the other experts would be smaller.
+        If the task is pinned, calls are routed again. If it is the first task, the merged model on its own gets the
+        head of the next one. Shared factors keep their rank: a build from the other experts would be smaller.
         """
         parts = self.parts()
         self._exchange(parts, delete_task(parts, name))
@@ -548,8 +551,11 @@ class RetexModel(RoutedModel):
     def load_adapter(
         self, model_id: Any, adapter_name: str, *, is_trainable: bool = False, **options: Any
     ) -> AddedTask:
-        """PEFT's name for [`add_task`]: `model_id` is an expert, or an adapter of one; `options` are those of
-        `add_task`. The new task is not pinned. `is_trainable=True` is refused: tasks share what is trained."""
+        """Add a task under PEFT's name for [`add_task`], which takes the `options`.
+
+        `model_id` is an expert, or an adapter. The new task is not pinned. `is_trainable=True` is refused, because
+        tasks share their trained parameters.
+        """
         given = {**options, "is_trainable": True} if is_trainable else options
         check_options("load_adapter", given, _options_of(self.add_task), LOADING)
         return self.add_task(adapter_name, model_id, **options)
@@ -563,10 +569,10 @@ class RetexModel(RoutedModel):
         if names:
             self._exchange(parts, delete_tasks(parts, names))
 
-    # ---- one expert, apart -------------------------------------------------------------------------------------------
+    # ---- single experts ----------------------------------------------------------------------------------------------
 
     def recover(self, task: str) -> dict[str, Tensor]:
-        """The state dict of a recovered expert, under the wrapped model's names."""
+        """Return the state dict of a recovered expert, under the wrapped model's names."""
         return {name: tensor.clone() for name, tensor in self._expert(task).state_dict().items()}
 
     def merge_and_unload(
@@ -577,13 +583,13 @@ class RetexModel(RoutedModel):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> nn.Module:
-        """A recovered expert as a plain model of the wrapped class, independent of this one.
+        """Return a recovered expert as a plain model of the wrapped class, independent of this one.
 
         Args:
-            task: Whose; default: the one that is pinned.
-            progressbar: As in PEFT. An expert is recovered at once, so True is refused.
+            task: Name of the task; default: the pinned one.
+            progressbar: As in PEFT. An expert is recovered in one step, so True is refused.
             safe_merge: Refuse weights that are not finite.
-            adapter_names: PEFT's name for the same. Several are mixed in equal parts, as by [`set_adapter`].
+            adapter_names: PEFT's alias of `task`. Several tasks are mixed in equal parts, as by [`set_adapter`].
         """
         if progressbar:
             raise ConfigError("An expert is recovered at once, without steps to show: leave out progressbar=True.")
@@ -600,12 +606,13 @@ class RetexModel(RoutedModel):
         return expert
 
     def as_sentence_transformer(self, task: str | None = None) -> Any:
-        """A SentenceTransformer of a model that was built from SentenceTransformers (objects or folders): its `encode`
-        takes sentences, and gives each the embedding of its own expert.
+        """Return a SentenceTransformer whose `encode` embeds each sentence with its own expert.
+
+        The model must have been built from SentenceTransformers (objects or folders).
 
         Args:
-            task: Encode everything with this task's expert, on its own; default: this model runs, and every sentence
-                is routed (or goes to the task that is pinned by [`set_adapter`]).
+            task: Encode everything with this task's expert alone; default: this model runs, and every sentence is
+                routed (or goes to the task pinned by [`set_adapter`]).
 
         Example:
             >>> encoder = model.as_sentence_transformer()  # doctest: +SKIP
@@ -619,25 +626,26 @@ class RetexModel(RoutedModel):
         return sentence_modules.sentence_transformer(self.model, runs, files)
 
     def unload(self) -> nn.Module:
-        """The merged model as a plain model, independent of this one."""
+        """Return the merged model as a plain model, independent of this one."""
         return deepcopy(self.model)
 
     def export_lora(self, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
-        """Write a recovered expert as a PEFT LoRA adapter on the merged model, which any artifact folder is:
-        `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact), save_directory)`.
+        """Write a recovered expert as a PEFT LoRA adapter on the merged model, atomically.
 
-        The folder appears complete or not at all. Adapters of all tasks can be loaded into one `PeftModel`.
+        Any artifact folder is a checkpoint of the merged model, so the adapter is loaded with
+        `PeftModel.from_pretrained(AutoModel....from_pretrained(artifact), save_directory)`. Adapters of all tasks can
+        be loaded into one `PeftModel`.
 
         Args:
-            task: A task's name.
+            task: Name of the task.
             save_directory: A new folder, or that of an earlier adapter.
-            scope: What to carry. `"all"`: all that peft has means for; the adapter gives the expert's outputs, but of
-                norms and the like, which are stored whole, peft runs one adapter at a time. `"batch"`: what peft can
-                also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters stay merged.
-                `"linear"`: the weights of linear layers alone, at one rank, as inference servers ask for.
+            scope: What the adapter carries. `"all"`: everything that peft supports; the adapter gives the expert's
+                outputs, but norms and the like are stored whole, of which peft runs one adapter at a time. `"batch"`:
+                what peft can also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters
+                stay merged. `"linear"`: only the weights of linear layers, at one rank, as inference servers require.
 
         Returns:
-            What went which way, and what was left out; it prints well.
+            A printable summary of how each tensor is stored, and of what was left out.
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
 
@@ -656,7 +664,7 @@ class RetexModel(RoutedModel):
     # ---- trainable parameters ----------------------------------------------------------------------------------------
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """Numbers of trainable and of all parameters."""
+        """Return the numbers of trainable and of all parameters."""
         counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
         return sum(n for n, trainable in counts if trainable), sum(n for n, _ in counts)
 
@@ -669,13 +677,13 @@ class RetexModel(RoutedModel):
 
 
 def _options_of(function: Callable[..., Any]) -> list[str]:
-    """The names of the options of a method, which are those that have no place."""
+    """Return the names of a function's keyword-only parameters."""
     parameters = inspect.signature(function).parameters
     return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _register_pipelines() -> None:
-    """Once there is a model, `transformers.pipeline` takes it."""
-    from .pipelines import register_pipelines  # which knows this class
+    """Make `transformers.pipeline` accept a `RetexModel`."""
+    from .pipelines import register_pipelines  # imported here because it imports this module
 
     register_pipelines()

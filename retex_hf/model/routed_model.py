@@ -1,4 +1,4 @@
-"""A merged model and what recovers its experts, in use: rows are identified, and each runs on its own expert."""
+"""A merged model and its recovery, in use: rows are identified, and each runs on its own expert."""
 
 from __future__ import annotations
 
@@ -49,30 +49,29 @@ from .peft_names import REFUSED, check_spelling, layer_status, model_status
 if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus, TunerModelStatus
 
-# Methods of wrapped models that run on inputs. Of the others, those that only read pass through (see `may_pass`).
+# Methods of wrapped models that run on inputs. Of the others, those that only read are passed on (see `may_pass`).
 ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_(features|embeds)|get_logits|forward_intermediates)$")
-# Marks the merged model and the experts made of it, which may be used alone.
+# Marks the merged model and its experts, which may be used alone.
 GIVEN_AWAY = "_of_retex"
 TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_(\w+_)?(features|embeds))$")
 
-# Models whose recovery is switched off in the current context, once for each `with`. Not an attribute of the model: one
-# thread's `disable_adapter()` must not reach into another's call.
+# Models whose recovery is disabled in the current context, once for each `with`. Not an attribute of the model, because
+# `disable_adapter()` in one thread must not affect calls of another.
 _disabled: ContextVar[tuple[Turn, ...]] = ContextVar("retex_disabled", default=())
 
 
 class RoutedModel(nn.Module):
-    """The wrapped model's interface over the parts of a [`RetexModel`], which adds how they are made and kept.
+    """The wrapped model's interface over the parts of a [`RetexModel`], which adds building and saving.
 
-    Threads can share a model. Calls run side by side, and none waits for another's pass through the model; those that
-    need the same expert at the same moment wait until one of them has made it. A call goes by the model as it was when
-    the call began, whatever `set_adapter`, `routing`, `add_task`, `delete_task` and `fit_signatures` do meanwhile.
-    Each of the last three is refused at its end, if tasks, signatures or routing have become others since it began.
-    Whatever a call raises, the model is as before. What torch does to a module in place is not for use beside calls:
-    `train`, `eval`, `to`, `load_state_dict`.
+    Threads can share a model. Calls run concurrently, and wait only for an expert that another call is recovering. A
+    call uses the model as it was when the call began, whatever `set_adapter`, `routing`, `add_task`, `delete_task` and
+    `fit_signatures` do meanwhile. Each of the last three is refused at its end if tasks, signatures or routing have
+    changed since it began. An exception in a call leaves the model unchanged. torch's in-place methods must not run
+    concurrently with calls: `train`, `eval`, `to`, `load_state_dict`.
 
-    Processes can share it too: a child that is forked goes on with the model as it was, whatever other threads were
-    doing, and computes with one thread (torch can take no others along). A pickled model (`spawn`) is the same model
-    with an empty expert cache.
+    Processes can share it too: a forked child continues with the model as it was, whatever other threads were doing,
+    and computes with one thread (a limitation of torch). A pickled model (`spawn`) is the same model with an empty
+    expert cache.
     """
 
     def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
@@ -80,7 +79,7 @@ class RoutedModel(nn.Module):
         self._turn = Turn()
         self._active: str | Mixture | None = None
         self._cache = ExpertCache(_parse_size(expert_cache))
-        # What was found out about kinds of calls, of execution and of identification.
+        # Findings about kinds of calls, for execution and identification.
         self._proofs: dict[Any, Any] = {}
         self.execution = execution
         self._adopt(parts)
@@ -104,29 +103,29 @@ class RoutedModel(nn.Module):
         self._unverified = parts.unverified
 
     def _frozen(self) -> RoutedModel:
-        """The model as it is at this moment, for one call: tasks that come or go meanwhile do not reach into it."""
+        """Return a snapshot of the model for one call, which tasks added or deleted meanwhile do not affect."""
         frozen = object.__new__(type(self))
         frozen.__dict__.update(self.__dict__)
         frozen._modules = dict(frozen._modules)
         return frozen
 
     def _exchange(self, old: RetexParts, new: RetexParts) -> None:
-        """Take new parts in the place of old ones, all at once."""
+        """Replace old parts by new ones atomically; refuse if the model has changed meanwhile."""
         with self._turn.lock:
             current = (self.retex_config, self.recovery, self.signatures)
             if any(a is not b for a, b in zip(current, (old.config, old.recovery, old.signatures), strict=True)):
                 raise RetexError("The model was changed by another thread meanwhile, so nothing was done: try again.")
             before, changed = self._frozen().__dict__, self._frozen()
             changed._adopt(new)
-            # Calls that are running go on with the cache they know, and leave nothing in this one.
+            # Running calls keep the old cache, and add nothing to this one.
             changed._cache = self._cache.emptied()
             if not set(changed._active_names()) <= set(changed.tasks):
                 changed._active = None
-            # In one step: neither a call that begins, nor Ctrl-C, nor a fork can come in between.
+            # In one step, so that no new call, Ctrl-C or fork sees a partial change.
             self.__dict__.update({key: value for key, value in vars(changed).items() if before.get(key) is not value})
 
     def parts(self) -> RetexParts:
-        """What the model is made of, as it is at this moment."""
+        """Return a snapshot of the model's parts."""
         frozen = self._frozen()
         return RetexParts(
             config=frozen.retex_config,
@@ -151,13 +150,13 @@ class RoutedModel(nn.Module):
     # ---- identification ----------------------------------------------------------------------------------------------
 
     def identify(self, *args: Any, **inputs: Any) -> Routing:
-        """Which task each row belongs to: `task_ids`, `tasks`, `residuals` and `probabilities`."""
+        """Identify the task of each row: return `task_ids`, `tasks`, `residuals` and `probabilities`."""
         if len(args) == 1 and not inputs:  # a bare tensor is the main input, as in fit_signatures
             return self._frozen()._identify(as_inputs(self.model, args[0]))[0]
         return self._frozen()._identify(self._bind("forward", args, inputs))[0]
 
     def _identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
-        """The routing of a batch, and what a shared trunk computed on the way."""
+        """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
         signatures, record = self.signatures, None
         routing, thresholds = self.retex_config.routing, None
         if self.retex_config.signatures == "weights":
@@ -180,7 +179,7 @@ class RoutedModel(nn.Module):
         return decide(residuals, self.tasks, routing, self.retex_config.temperature, thresholds), record
 
     def _trunk_blocks(self) -> list[str]:
-        """Blocks whose outputs a feature pass hands on to the experts."""
+        """Return the blocks whose outputs the feature pass passes on to the experts."""
         trunk, layer = self.retex_config.trunk, getattr(self.signatures, "feature_layer", None)
         if trunk is None or not trunk["replayed"] or layer is None:
             return []
@@ -212,8 +211,8 @@ class RoutedModel(nn.Module):
     def forward(
         self, *args: Any, task: Any = None, adapter_names: list[str] | None = None, labels: Any = None, **kwargs: Any
     ) -> Any:
-        """The wrapped model's `forward`, every row on its own expert."""
-        if labels is not None:  # an argument of its own, because `Trainer` looks for its name in the class
+        """Run the wrapped model's `forward`, every row on its own expert."""
+        if labels is not None:  # a separate argument, because `Trainer` looks for its name in the class
             kwargs["labels"] = labels
             if (
                 self.training
@@ -228,8 +227,10 @@ class RoutedModel(nn.Module):
     def predict(
         self, *args: Any, task: Any = None, adapter_names: list[str] | None = None, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """For classifiers: the task, the label and its score, for every row; also whether the row is `far` from every
-        task, where the routing says what becomes of such rows."""
+        """Classify every row: return its task, its label and the label's score.
+
+        If the routing abstains on out-of-distribution rows, `far` tells whether it did.
+        """
         frozen = self._frozen()
         output = frozen.forward(*args, task=task, adapter_names=adapter_names, **kwargs)
         labels = frozen.retex_config.labels
@@ -284,14 +285,13 @@ class RoutedModel(nn.Module):
             routing = Routing(assignment.task_ids, given, assignment.weights)
         if self.retex_config.labels:
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
-        # One named task is that expert's own output; a routed batch has the same width whatever tasks it holds.
+        # One named task gives that expert's own output; a routed batch has the same width for any tasks.
         widen = not isinstance(task, str)
         output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)
         return attach_routing(output, routing)
 
     def _require_something_to_learn(self, routing: Routing, kwargs: Mapping[str, Any]) -> None:
-        """The merged model is not trained: the loss of rows that all run on it has no gradient, and torch does not say
-        why."""
+        """Refuse to train if all rows run on the merged model: the loss has no gradient, and torch does not say why."""
         learns = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
         if learns and routing.abstained is not None and not routing.weights.any():
             raise InputError(
@@ -324,7 +324,7 @@ class RoutedModel(nn.Module):
             )
 
     def _bind(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Positional arguments under their names."""
+        """Return positional arguments under their names, along with the keyword arguments."""
         check_spelling(getattr(self.model, method), kwargs)
         if not args:
             return kwargs
@@ -363,18 +363,16 @@ class RoutedModel(nn.Module):
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks, in the order of their ids."""
+        """Return the names of the tasks, in the order of their ids."""
         return self.retex_config.tasks
 
     @property
     def side_folder(self) -> Path | None:
-        """Where tokenizer and processor files lie that are saved with the model: the folder it was loaded from, or
-        that of its base."""
+        """Return the folder of the tokenizer and processor files: where the model came from, or its base."""
         return self._side_folder
 
     def tokenizer_folder(self, task: str | None = None) -> Path | None:
-        """Where the tokenizer lies that makes tokens of a task's texts: the task's own, where it makes other tokens
-        than the merged model's, else that of the merged model.
+        """Return the folder of a task's tokenizer: its own if it has one, else the merged model's.
 
         >>> AutoTokenizer.from_pretrained(model.tokenizer_folder("chat"))  # doctest: +SKIP
         """
@@ -384,9 +382,12 @@ class RoutedModel(nn.Module):
 
     @property
     def execution(self) -> str:
-        """How a batch of several tasks runs: `"grouped"` (one recovered expert after the other), `"mixed"` (all rows in
-        one pass of the merged model, each with its own offsets beside it), or `"auto"` (what a cost model says is
-        cheaper; both give the same outputs). Weights that are quantised or offloaded always run mixed."""
+        """Return how a batch of several tasks runs.
+
+        `"grouped"` runs one recovered expert after the other, `"mixed"` all rows in one pass of the merged model with
+        each row's own offsets beside it, and `"auto"` the one that a cost model predicts to be cheaper. Both give the
+        same outputs. Quantised or offloaded weights always run mixed.
+        """
         return self._execution
 
     @execution.setter
@@ -395,7 +396,7 @@ class RoutedModel(nn.Module):
 
     @property
     def routing(self) -> str | dict[str, Any]:
-        """How rows are given to tasks, as in [`RetexConfig`]; assigning another way holds for the calls that follow.
+        """Return how rows are routed to tasks, as in [`RetexConfig`]; an assignment takes effect from the next call.
 
         >>> model.routing = {"method": "hard", "far": "merged"}  # doctest: +SKIP
         """
@@ -408,7 +409,7 @@ class RoutedModel(nn.Module):
 
     @property
     def expert_cache(self) -> ExpertCache:
-        """The recovered experts at hand, and how well that works.
+        """Return the cache of recovered experts, with its statistics.
 
         >>> model.expert_cache  # doctest: +SKIP
         ExpertCache(2 experts, 703463424 of 2000000000 bytes, hits=61, misses=2, evictions=0)
@@ -421,76 +422,76 @@ class RoutedModel(nn.Module):
 
     @property
     def active_adapter(self) -> str | list[str] | None:
-        """The task that calls without `task=` use (several, if it is a mixture), or None while they are routed."""
+        """Return the task that calls without `task=` use (a list for a mixture), or None while they are routed."""
         names = self._active_names()
         return list(names) if len(names) > 1 else next(iter(names), None)
 
     @property
     def active_adapters(self) -> list[str]:
-        """The tasks that calls without `task=` may use: those that are pinned, else all; none within
-        `disable_adapter()`."""
+        """Return the tasks that calls without `task=` may use: the pinned or all; none within `disable_adapter()`."""
         return list(self._active_names() or self.tasks) if self.has_active_enabled_adapter else []
 
     @property
     def has_active_enabled_adapter(self) -> bool:
-        """Whether calls run on recovered experts; not so within `disable_adapter()`."""
+        """Return whether calls run on recovered experts; False within `disable_adapter()`."""
         return self._turn not in _disabled.get()
 
     def set_adapter(self, task: str | list[str] | None, *, inference_mode: bool | None = None) -> None:
-        """Pin a task for all calls that do not name one; None goes back to routing.
+        """Pin a task for all calls that do not name one; None restores routing.
 
-        Several tasks are mixed in equal parts, under the head of the first. (PEFT adds adapters up; here the
-        differences of n tasks from the merged model are averaged.)
+        Several tasks are mixed in equal parts, with the head of the first. (PEFT adds adapters; here the differences of
+        n tasks from the merged model are averaged.)
 
         Args:
-            task: Which.
-            inference_mode: As in PEFT, whether it is frozen. All tasks share what is trained, and this method changes
-                nothing in that: another value than the model was loaded with is refused.
+            task: Name of the task, a list of names, or None.
+            inference_mode: As in PEFT, whether it is frozen. All tasks share their trained parameters, which this
+                method does not change: a value other than the model was loaded with is refused.
         """
         if inference_mode is not None and inference_mode == self.recovery.task_embedding.requires_grad:
             raise ConfigError(
                 f"inference_mode={inference_mode} is not for a single task, because tasks share what is trained: load "
                 f"with RetexModel.from_pretrained(..., is_trainable={not inference_mode})."
             )
-        with self._turn.lock:  # which delete_task has while it looks whether its task is pinned
+        with self._turn.lock:  # held by delete_task while it checks whether its task is pinned
             self._active = as_active(task, self.tasks)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Within this context the model is the plain merged model; `task=` still selects the head of a task.
+        """Run the plain merged model within this context; `task=` still selects the head of a task.
 
-        It holds for the thread, or the asyncio task, that enters it, and for those that are given a copy of its
-        context, such as `asyncio.to_thread`."""
+        It applies to the thread or asyncio task that enters it, and to those that are given a copy of its context, such
+        as `asyncio.to_thread`.
+        """
         _disabled.set((*_disabled.get(), self._turn))
         try:
             yield
         finally:
-            # Generators that are left half-way end in any order: each takes away what it has added.
+            # Abandoned generators may end in any order, so each removes only its own entry.
             entered = list(_disabled.get())
-            if self._turn in entered:  # not so if it ends in another thread, whose context never had it
+            if self._turn in entered:  # absent if it ends in another thread's context
                 entered.remove(self._turn)
             _disabled.set(tuple(entered))
 
     def get_model_status(self) -> TunerModelStatus:
-        """What PEFT says of a model with adapters, of this one and its tasks."""
+        """Return PEFT's model status, with tasks as adapters."""
         return model_status(self._frozen())
 
     def get_layer_status(self) -> list[TunerLayerStatus]:
-        """What PEFT says of each layer with adapters, of each parameter that is recovered."""
+        """Return PEFT's layer status, with an entry per recovered parameter."""
         return layer_status(self._frozen())
 
     def get_base_model(self) -> nn.Module:
-        """The wrapped (merged) model. Hooks registered on it act on the experts that are recovered afterwards."""
+        """Return the wrapped (merged) model. Hooks registered on it apply to experts recovered afterwards."""
         return self.model
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], **options: Any) -> None:
-        """Have the merged model, and the experts that are recovered from now on, attend in another way."""
+        """Change the attention implementation of the merged model, and of experts recovered from now on."""
         self.model.set_attn_implementation(attn_implementation, **options)
         self._cache = self._cache.emptied()
 
     @property
     def generation_config(self) -> Any:
-        """The wrapped model's generation settings; assigning new ones reaches every expert."""
+        """Return the wrapped model's generation settings; an assignment applies to every expert."""
         return self.model.generation_config
 
     @generation_config.setter
@@ -500,29 +501,31 @@ class RoutedModel(nn.Module):
     # ---- nn.Module ---------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> RoutedModel:
-        """As `nn.Module.train`. In training mode gradients reach the recovery module through the experts."""
+        """Set the mode like `nn.Module.train`. In training, gradients reach the recovery module through the experts."""
         changes = mode != self.training
         super().train(mode)
         if changes:
-            # Experts were recovered from what training is about to change, or has changed.
+            # Cached experts do not reflect what training changes.
             self._cache = self._cache.emptied()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied or pickled: the model of one moment, even while tasks come or go. What `compile()` made is
-        bound to this very model: a copy would go on calling it."""
+        """Return a snapshot for copying or pickling, consistent even while tasks are added or deleted.
+
+        The result of `compile()` is left out, because it is bound to this very model.
+        """
         state = self._frozen().__dict__
         state.pop("_compiled_call_impl", None)
         state["_proofs"] = dict(self._proofs)  # other threads add to it while it is copied
         return state
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """As `nn.Module.state_dict`; without `keep_vars`, tied tensors are equal, but do not share memory."""
+        """Return `nn.Module.state_dict`; without `keep_vars`, tied tensors are copies that do not share memory."""
         tensors = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
         return tensors if keep_vars else without_shared_memory(tensors)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._cache.clear()  # of experts that were recovered from what is about to be replaced
+        self._cache.clear()  # experts recovered from weights about to be replaced
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):
@@ -537,7 +540,7 @@ class RoutedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "model":  # not set yet: looking further would recurse
+            if name == "model":  # not set yet: delegating would recurse
                 raise
         if name in REFUSED:
             raise AttributeError(REFUSED[name])

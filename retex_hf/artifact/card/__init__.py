@@ -1,4 +1,4 @@
-"""The model card: written from `model_card_template.md`, updated without touching what a person wrote."""
+"""The model card: generated from `model_card_template.md`, and updated without changing what a person wrote."""
 
 from .writing import CARD_NAME, FIGURES, FIGURES_FOLDER, write_card
 

@@ -22,7 +22,7 @@ def draw(name: str, errors: Mapping[str, float], results: Mapping[str, Mapping[s
 
 
 def plot_results(results: Mapping[str, Mapping[str, float | None]]) -> Figure:
-    """One group of bars per task, one bar per measured share.
+    """Plot one group of bars per task, one bar per measured share.
 
     Args:
         results: `{title: {task: share}}`.
@@ -48,7 +48,7 @@ def plot_results(results: Mapping[str, Mapping[str, float | None]]) -> Figure:
             alpha=0.8,
             label=title,
         )
-    # A dollar would start a formula.
+    # Matplotlib would read a dollar sign as the start of a formula.
     axes.set_yticks(range(len(tasks)), [task.replace("$", r"\$") for task in tasks], fontsize=8)
     axes.set_ylim(len(tasks) - 0.4, -0.6)
     axes.set_xlim(0, 100)

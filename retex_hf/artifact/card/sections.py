@@ -1,10 +1,10 @@
-"""A card that a program and a person both write: what was generated is known by its digest, all else is the person's.
+"""Model cards written by a program and a person: generated text is recognised by its digest, all else is the person's.
 
 A generated section stands between `<!-- retex:usage 3fa9c1d2 -->` and `<!-- /retex:usage -->`; the number is a digest
-of its text. As long as the text matches it, an update replaces the section. Edited, it is the person's, and so is all
-text outside sections. The same holds for the metadata at the top: the digests of generated values are in a comment.
-Another comment holds the digest of all that is the person's, as it was when the card was made or pushed; and, where
-a push found that changed on the Hub and kept it, the digest of that.
+of its text. As long as the text matches the digest, an update replaces the section. An edited section belongs to the
+person, as does all text outside sections. The same holds for the metadata at the top: the digests of generated values
+are in a comment. Another comment holds the digest of everything the person wrote, as of the card's creation or last
+push. If a push found that text changed on the Hub and kept it, the comment holds the digest of that text too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...config import LARGEST_INTEGER
 from ...errors import ArtifactError, brief
 from ...utils.strict_files import parse_yaml
 
-# Each is read within its line, so that no card takes longer than its length.
+# Each pattern matches within one line, so that reading a card takes linear time.
 MARKER = re.compile(r"^<!-- (?P<end>/?)retex:(?P<name>\w+)(?: (?P<digest>\w+))? -->$", re.MULTILINE)
 METADATA = re.compile(r"\n?^<!-- retex-metadata(?P<records>[^>\n]*) -->\n?", re.MULTILINE)
 WRITTEN = re.compile(r"\n?^<!-- retex-written (?P<digests>[\w ]+) -->\n?", re.MULTILINE)
@@ -32,7 +32,7 @@ LIBRARY = "retex_hf"
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a card: its text, the digest in its first line, and where it stands, with its two lines."""
+    """A section of a card: its text, the digest in its opening marker, and its position including both markers."""
 
     name: str
     digest: str | None
@@ -42,12 +42,12 @@ class Section:
 
     @property
     def is_intact(self) -> bool:
-        """Whether its text is as it was generated."""
+        """Return whether the text is unchanged since it was generated."""
         return digest(self.text) == self.digest
 
 
 def find_sections(card: str) -> list[Section]:
-    """The sections of a card. A first line without a last one is text, and within a section everything is.
+    """Return the sections of a card. An opening marker without a closing one is text, as are markers within a section.
 
     >>> from retex_hf.artifact.card.sections import find_sections
     >>> card = "<!-- retex:lost -->\\n<!-- retex:usage 3fa9c1d2 -->\\nRun it.\\n<!-- /retex:usage -->"
@@ -72,7 +72,7 @@ def find_sections(card: str) -> list[Section]:
 
 
 def replace_sections(card: str, replace: Callable[[Section], str]) -> str:
-    """A card with other texts in the place of its sections."""
+    """Replace each section of a card, markers included, by the text that `replace` returns."""
     pieces, place = [], 0
     for section in find_sections(card):
         pieces += [card[place : section.start], replace(section)]
@@ -81,7 +81,7 @@ def replace_sections(card: str, replace: Callable[[Section], str]) -> str:
 
 
 def stamp(body: str) -> str:
-    """Give each section of freshly generated text its digest."""
+    """Add the digest to each section of newly generated text."""
     return replace_sections(body, lambda section: _section(section.name, section.text))
 
 
@@ -94,12 +94,12 @@ def update(
     *,
     pushed: bool | None = None,
 ) -> str:
-    """The whole card: generated `metadata` and `body`, brought into what a person made of the `previous` card.
+    """Merge generated `metadata` and `body` into a `previous` card that a person may have edited.
 
-    Sections that a person took out stay out. A card that never was ours (no section, another library) gets all sections
-    behind its own text. `where` names the card in messages. Keys that are not in `metadata` any more are taken out,
-    unless they are among the `lasting` ones. `pushed`: whether `previous`, which goes to the
-    Hub with this, comes from here, and not from the Hub itself.
+    Sections that a person removed stay out. To a card that this library did not write (no section, another library),
+    all sections are appended. Keys that are no longer in `metadata` are removed, unless they are `lasting`. `where`
+    names the card in messages. For a push, `pushed` tells whether `previous` is the local card (True) or the Hub's
+    (False).
     """
     body = stamp(body)
     if previous is None:
@@ -123,8 +123,10 @@ def update(
 
 
 def choose(ours: str, theirs: str, where: str) -> tuple[str, bool]:
-    """Of two cards of one model, `ours` on disk and `theirs` on the Hub: the one that a person changed since ours was
-    last pushed, and whether both were changed; then it is theirs."""
+    """Choose between two cards of one model, `ours` on disk and `theirs` on the Hub.
+
+    Return the card that a person changed since ours was last pushed, and whether both were changed; theirs wins then.
+    """
     (our_text, our_start), (their_text, their_start) = (_written(card, where) for card in (ours, theirs))
     if their_text in (*their_start[:1], our_text, *our_start):
         return ours, False
@@ -132,7 +134,7 @@ def choose(ours: str, theirs: str, where: str) -> tuple[str, bool]:
 
 
 def _written(card: str, where: str) -> tuple[str, list[str]]:
-    """Digests of what a person wrote: as it is, and as it was."""
+    """Return the digest of what a person wrote, and the digests recorded earlier."""
     known, text, _ = split(card, where)
     return _digest_of_written(known, _read_records(text), text), _read_written(text)
 
@@ -151,7 +153,7 @@ def _digest_of_written(metadata: Mapping[str, Any], records: Mapping[str, str], 
 
 
 def split(card: str, where: str) -> tuple[dict[str, Any], str, str | None]:
-    """A card's metadata, its text, and the metadata as they are written."""
+    """Return a card's metadata, its text, and the metadata block as written."""
     found = REGEX_YAML_BLOCK.search(card)
     if found is None:
         return {}, card, None
@@ -162,7 +164,7 @@ def split(card: str, where: str) -> tuple[dict[str, Any], str, str | None]:
 
 
 def digest(value: Any) -> str:
-    """A short digest of a section's text (line ends and blank lines around it do not count) or of a metadata value."""
+    """Return a short digest of a metadata value, or of a text without trailing spaces and surrounding blank lines."""
     if isinstance(value, str):
         value = "\n".join(line.rstrip() for line in value.strip().splitlines())
     text = json.dumps(_writable(value), sort_keys=True)
@@ -174,7 +176,7 @@ def _section(name: str, text: str) -> str:
 
 
 def _writable(value: Any) -> Any:
-    """A value of YAML as one of JSON: keys that are no texts, dates, bytes and sets as texts that tell them apart."""
+    """Convert a YAML value to JSON: turn non-string keys, dates, bytes and sets into distinguishable strings."""
     if isinstance(value, Mapping):
         return {
             key if isinstance(key, str) else f"{type(key).__name__}:{brief(key)}": _writable(item)
@@ -185,14 +187,14 @@ def _writable(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(brief(item) for item in value)
     if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
-        return hex(value)  # of thousands of digits Python prints no others
+        return hex(value)  # Python refuses to print thousands of decimal digits
     return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _merge_metadata(
     known: Mapping[str, Any], fresh: Mapping[str, Any], records: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values that still are as generated are brought up to date; what a person set, changed or removed stays so."""
+    """Update values that are unchanged since they were generated; keep what a person set, changed or removed."""
     merged, kept = dict(known), dict(records)
     for key in [*fresh, *(key for key in records if key not in fresh)]:
         if key in records and (key not in known or digest(known[key]) != records[key]):

@@ -1,4 +1,4 @@
-"""What a model card says, ready for its template: tables, lists and code."""
+"""Text of a model card for its template: tables, lists and code."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SHOWN_LABELS = 4
 def context(
     parts: RetexParts, folder: Path, name: str, results: Mapping[str, Mapping[str, float | None]]
 ) -> dict[str, Any]:
-    """What the template shows; the arguments are those of `write_card`, and what was measured.
+    """Return the values for the template; the arguments are those of `write_card`, and the measured results.
 
-    All texts are ready for Markdown: of what strangers wrote, nothing is markup. Nor is it a template: it is put into
-    one, and that is rendered once.
+    All text is escaped for Markdown, so that untrusted text is never markup. It is inserted into a template that is
+    rendered once, so it is never a template either.
     """
     config, routing = parts.config, routing_options(parts.config.routing)
     identifies = parts.signatures is not None or config.signatures == "weights"
@@ -57,7 +57,7 @@ def context(
 
 
 def plain(text: str) -> str:
-    """A text of a stranger as Markdown that shows just that, in a table too."""
+    """Escape untrusted text so that Markdown shows it literally, also in a table."""
     text = html.escape(visible(" ".join(text.split())), quote=False)
     text = re.sub(r"([\\`*\[\]|~$])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # within words it is no markup
@@ -72,7 +72,7 @@ def _fenced(code: str | None, language: str) -> str | None:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is of names, the others of figures."""
+    """Return a Markdown table with names in the first column and numbers in the others."""
     rule = [":--", *("--:" for _ in header[1:])]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
 
@@ -100,7 +100,7 @@ def _task_table(config: RetexConfig) -> str:
         rows.append([plain(task), str(len(labels)) if labels else "–", shown + more])
     if not config.labels:
         return _table(["task"], [row[:1] for row in rows])
-    # Names of classes are text, so they stand to the left.
+    # Left-align class names, which are text.
     return _table(["task", "classes", "which"], rows).replace("--: |\n", ":-- |\n", 1)
 
 

@@ -1,4 +1,4 @@
-"""What a model is for, as the Hub names it, and code that runs it."""
+"""The use of a model, in the Hub's terms, and sample code that runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class Use:
-    """What a model answers with (`kind`), what it reads (`reads`), and the Hub's name for that, where it has one."""
+    """A model's kind of answer (`kind`), its input (`reads`), and the Hub's name for that, if there is one."""
 
     kind: str
     reads: str
@@ -36,7 +36,7 @@ class Use:
 
 
 def use_of(model: nn.Module) -> Use:
-    """What a wrapped model is for."""
+    """Return the use of a wrapped model."""
     library = library_of(model)
     if library is openclip or library.is_dual_encoder(model):
         images = library is openclip or "pixel_values" in library.main_inputs(model)
@@ -63,9 +63,9 @@ def use_of(model: nn.Module) -> Use:
 
 
 def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, identifies: bool) -> str | None:
-    """Python code that loads the model as `name` and runs it; None for models that read neither texts nor images.
+    """Return Python code that loads the model as `name` and runs it; None for models that read neither text nor images.
 
-    `folder` is where the artifact is written: whether a tokenizer or processor lies there decides what the code shows.
+    `folder` is where the artifact is written: the code uses a tokenizer or processor if one is there.
     """
     use = use_of(model)
     if library_of(model) is plain_modules:
@@ -98,7 +98,7 @@ def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, iden
         else:
             lines += ["print(output.routing.tasks)"] if identifies else []
             lines.append("print({name: value.shape for name, value in output.items() if torch.is_tensor(value)})")
-    # torch and others, a blank line, then ours: as import sorters have it.
+    # Third-party imports, a blank line, then ours, as import sorters do.
     plain = sorted(line for line in imports if line.startswith("import "))
     others = sorted(line for line in imports if line.startswith("from "))
     head = [*plain, *others, *([""] if imports else []), "from retex_hf import RetexModel", ""]
@@ -106,7 +106,7 @@ def snippet(model: nn.Module, config: RetexConfig, folder: Path, name: str, iden
 
 
 def _own_module(model: nn.Module, name: str) -> str:
-    """How a module of its author's own class is loaded; what it takes is its author's too."""
+    """Return code that loads a module of a user-defined class; its inputs are known only to its author."""
     maker = f"lambda: {type(model).__name__}(...)"
     return "\n".join(
         [
@@ -119,7 +119,7 @@ def _own_module(model: nn.Module, name: str) -> str:
 
 
 def _inputs(model: nn.Module, use: Use, folder: Path, name: str) -> tuple[list[str], list[str]]:
-    """Imports, and the lines that make `inputs`."""
+    """Return the imports, and the lines that define `inputs`."""
     if library_of(model) is openclip:
         imports = [
             "import torch",
@@ -185,5 +185,5 @@ def _bare_images(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def literal(text: str) -> str:
-    """A text as Python code that cannot end the code block it stands in."""
+    """Return a string as Python code that cannot close the code block around it."""
     return json.dumps(text).replace("`", "\\x60").replace("<", "\\x3c")

@@ -1,4 +1,4 @@
-"""The model card: from what a model is made of, and what was measured of it, to `README.md`."""
+"""Writing of the model card (`README.md`) from a model's parts and its measured results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .usage import GENERATOR, use_of
 logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
-# Cards with the results of hundreds of benchmarks have a tenth of that.
+# Cards with the results of hundreds of benchmarks have a tenth of this size.
 MOST_CARD_BYTES = 2_000_000
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 FIGURES_FOLDER = "figures"
-# What each figure shows; the first two are drawn from the model itself, the others by an analysis of the build.
+# Captions of figures; the first two are drawn from the model itself, the others by an analysis of the build.
 DRAWN = {
     "errors": "What recovery misses of the experts' differences, by parameter",
     "results": "Measured shares of right rows, by task",
@@ -42,7 +42,7 @@ CAPTIONS = DRAWN | {
 FIGURES = {f"{FIGURES_FOLDER}/{name}.png": name for name in CAPTIONS}
 TAGS = ("retex", "model-merging", "merge", "multi-task")
 METHOD = "ReTeX"
-# Hub data sets are told from folders by what only they have: a configuration or a revision.
+# A configuration or a revision distinguishes Hub datasets from folders.
 HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::[^@/]+(?:@.+)?|@.+)")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
@@ -54,13 +54,12 @@ def write_card(
 
     Args:
         parts: The model.
-        folder: Where the artifact is being written.
-        previous: The folder that it will replace, whose card is brought up to date; default: `folder`.
-        name: The Hub repository that the card is for, and whose card lies in `previous`. Of that and the card of the
-            artifact that the model was loaded from, the one that a person changed since the last push is brought up to
-            date. Default: the card stays here, and bears the name of the folder that is replaced.
-        figures: Draw the figures. Those that are there already are drawn anew in any case. (A figure takes longer than
-            all the rest of a save.)
+        folder: The folder in which the artifact is being written.
+        previous: The folder that it will replace, whose card is updated; default: `folder`.
+        name: The Hub repository that the card is for, whose card is in `previous`. Of that card and the one of the
+            artifact that the model was loaded from, the one that a person changed since the last push is updated.
+            Default: the card is local, and is titled after the folder that is replaced.
+        figures: Draw the figures, which takes longer than the rest of a save. Existing figures are always redrawn.
     """
     previous = folder if previous is None else previous
     own = _own_card(parts) if name is not None else None
@@ -83,32 +82,31 @@ def write_card(
         if _is_there(path, folder, previous) and (figure != "results" or results)
     ]
     card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, folder, name, results))
-    # Where the base's card is not at hand any more, what it said still holds.
+    # Keep the licence of the base even if its card is no longer available.
     text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
     (folder / CARD_NAME).write_text(text, encoding="utf-8")
 
 
 def _text_of(card: Path) -> str:
-    """A card that others may have written. It is published, so it is no link to a file of this machine."""
+    """Read a card that others may have written. Refuse links, because a card is published."""
     check_links([card], card.parent, ArtifactError)
     text = read_text(card, ArtifactError, most=MOST_CARD_BYTES).removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _filled(data: ModelCardData, **values: Any) -> ModelCard:
-    """The template with these values. Rendered in a sandbox, which `ModelCard.from_template` does not do: were a value
-    ever taken for a template, it could still reach nothing."""
+    """Render the template in a sandbox, unlike `ModelCard.from_template`, as a second line of defence."""
     template = ImmutableSandboxedEnvironment().from_string(TEMPLATE.read_text(encoding="utf-8"))
     return ModelCard(template.render(card_data=data.to_yaml(), **{**data.to_dict(), **values}))
 
 
 def _previous_card(parts: RetexParts, previous: Path) -> Path | None:
-    """The card to bring up to date: the folder's own, else that of the artifact the model was loaded from."""
+    """Return the card to update: the folder's own, else that of the artifact the model was loaded from."""
     return previous / CARD_NAME if (previous / CARD_NAME).is_file() else _own_card(parts)
 
 
 def _own_card(parts: RetexParts) -> Path | None:
-    """The card of the artifact that the model was loaded from."""
+    """Return the card of the artifact that the model was loaded from, or None."""
     source = parts.side_folder
     if source is not None and (source / CONFIG_NAME).is_file() and (source / CARD_NAME).is_file():
         return source / CARD_NAME
@@ -155,16 +153,16 @@ def _metadata(parts: RetexParts, name: str, results: Mapping[str, Mapping[str, f
 
 
 def _licence(parts: RetexParts) -> dict[str, Any]:
-    """What the base's own card says, where it lies beside its weights."""
+    """Return the licence from the base's own card, if the card is next to its weights."""
     base, folder = parts.config.base_model or {}, parts.side_folder
     if folder is None or not (folder / CARD_NAME).is_file():
         return {}
     if folder.resolve().name not in (base.get("id"), base.get("revision")):
-        return {}  # an expert's, or an artifact's, whose card is brought up to date anyway
+        return {}  # the card of an expert, or of an artifact, which is updated anyway
     path = folder / CARD_NAME
     try:
         values, *_ = sections.split(_text_of(path), str(path))
-    except ArtifactError as error:  # a card of somebody else, for want of which no work may be lost
+    except ArtifactError as error:  # an untrusted card must not make a save fail
         logger.warning("The licence of the base is not known, name it on the card yourself: %s", error)
         return {}
     return {key: values[key] for key in LICENCE_KEYS if _is_licence(values.get(key))}
@@ -174,16 +172,16 @@ def _is_licence(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
-# ---- what was measured -----------------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 UNKNOWN, KNOWN, IDENTIFIED = "task unknown", "task known", "task identified"
 IDENTIFICATION = "Task identification"
-# Not figures of this model: what it is compared with, told the task.
+# References that the model is compared with; both know the task.
 EXPERT, MERGED = "the expert itself", "merged only"
 
 
 def measured(parts: RetexParts) -> dict[str, dict[str, float | None]]:
-    """`{title: {task: share}}` of the last evaluation; a task that came later has None. Empty without evaluation."""
+    """Return `{title: {task: share}}` of the last evaluation; None for tasks added since. Empty without evaluation."""
     summary = parts.evaluation
     if summary is None:
         return {}
@@ -221,14 +219,14 @@ def _draw_figures(
     previous: Path,
     everything: bool,
 ) -> None:
-    """Draw what can be drawn, and take along what was drawn for the artifact that the model was loaded from."""
+    """Draw the available figures, and copy those of the artifact that the model was loaded from."""
     source = parts.side_folder
     is_artifact = source is not None and (source / CONFIG_NAME).is_file()
     for path, name in FIGURES.items():
         if name in DRAWN:
             wanted = everything or (previous / path).is_file()
             if wanted and (parts.errors if name == "errors" else results):
-                from . import figures as drawing  # matplotlib takes longer to import than a card to write
+                from . import figures as drawing  # importing matplotlib is slow
 
                 drawing.draw(name, parts.errors, results, folder / path)
         elif is_artifact and (source / path).is_file() and not _is_there(path, folder, previous):

@@ -1,4 +1,4 @@
-"""Mixed batches in one pass: the merged model for all rows, and each row's own offsets beside it."""
+"""Mixed batches in one pass: the merged model for all rows, plus each row's own offsets."""
 
 from .call import MixedUnsupported
 from .cost import Call, grouped_cost, mixed_cost

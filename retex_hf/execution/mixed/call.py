@@ -1,5 +1,7 @@
-"""One call on a mixed batch: which rows belong to which task. Operations find it in a context variable, so that one
-copy of the model serves many threads."""
+"""One call on a mixed batch: which rows belong to which task.
+
+Operations read the call from a context variable, so that one copy of the model serves many threads.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from ...recovery.module import one_hot_row
 
 
 class MixedUnsupported(RetexError):
-    """A model does something with a recovered parameter that has no row-by-row form."""
+    """Raised where a model uses a recovered parameter in a way that has no row-by-row form."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of one task (or one mixture of tasks, given by its embedding); not `recovered`, they run on the
-    merged parameters as they are, under the task's head."""
+    """Consecutive rows of one task, or of one mixture of tasks given by its embedding.
+
+    Rows that are not `recovered` run on the merged parameters with the task's head.
+    """
 
     task_id: int
     start: int
@@ -31,16 +35,18 @@ class Segment:
     recovered: bool = True
 
 
-# What a row-by-row decision goes by: the name of a parameter, or for a value that was computed from parameters a hash
-# of how that was done.
+# Key of a row-by-row decision: the name of a parameter or, for a value computed from parameters, a hash of the
+# computation.
 Origin = str | int
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a probe found out about a kind of call: the parameters (and values computed from them) that are applied to
-    rows, those that are applied to what has no rows (position ids, relative positions), and the outputs that have one
-    value per task instead of rows of their own."""
+    """The result of probing a kind of call.
+
+    It lists the parameters (and values computed from them) that are applied to rows, those that are applied to tensors
+    without rows (position ids, relative positions), and the outputs that have one value per task instead of rows.
+    """
 
     rows: frozenset[Origin]
     row_free: frozenset[Origin]
@@ -51,9 +57,9 @@ class Certificate:
 class MixedCall:
     """The rows of a batch, sorted by task.
 
-    `certificate` says what has rows. While a model is being probed, `log` collects how often each parameter meets which
-    leading size, `computed` the same of values computed from parameters, and `per_task` the outputs that have one value
-    per task; `single` is the log of a call on one row to compare with. `repeats` is for `generate`, which uses every
+    `certificate` says which tensors have rows. During a probe, `log` collects the leading sizes that each parameter
+    meets, `computed` the same for values computed from parameters, and `per_task` the outputs that have one value per
+    task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which uses every
     parameter many times.
     """
 
@@ -72,12 +78,14 @@ class MixedCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the factors are."""
+        """Return the device of the factors."""
         return self.segments[0].embedding.device
 
     def kept(self, key: object, make: Callable[[], Any]) -> Any:
-        """What was made before in this call, or is made now. It is kept only for calls that come back to it: one that
-        does not would pile up small tensors between large ones, and memory would fall to pieces."""
+        """Return a value made earlier in this call, or make it.
+
+        Values are kept only where a call repeats; otherwise small tensors between large ones would fragment memory.
+        """
         if key in self.cache:
             return self.cache[key]
         made = make()
@@ -87,7 +95,7 @@ class MixedCall:
 
     @property
     def one_hot_rows(self) -> list[int] | None:
-        """The generator row of every segment, if each has one to itself."""
+        """Return the generator row of every segment, or None if a segment does not have one of its own."""
         if "one-hot" not in self.cache:
             rows = [one_hot_row(segment.embedding) if segment.recovered else None for segment in self.segments]
             self.cache["one-hot"] = None if None in rows else rows
@@ -98,8 +106,7 @@ class MixedCall:
         return self.log is not None
 
     def entries_per_row(self, origin: Origin, value: Tensor) -> int | None:
-        """How many entries of the leading axis of a tensor that meets a parameter belong to a row; None for a tensor
-        without rows."""
+        """Return how many entries along a tensor's leading axis belong to a row; None for a tensor without rows."""
         return self.entries_of_size(origin, value.shape[0] if value.ndim else 0, value.numel())
 
     def entries_of_size(self, origin: Origin, size: int, numbers: int) -> int | None:
@@ -124,7 +131,7 @@ class MixedCall:
         return size // self.rows
 
     def without_rows(self, origin: int, size: int) -> None:
-        """Take what meets a computed value for a tensor without rows, which a probe checks afterwards."""
+        """Assume that a tensor combined with a computed value has no rows; the probe checks this afterwards."""
         if self.is_probe:
             self.computed.append((origin, size, False))
 
@@ -141,18 +148,18 @@ class MixedCall:
         )
 
     def sizes(self, per_row: int) -> list[int]:
-        """How many entries each segment has along an axis with `per_row` entries per row."""
+        """Return each segment's number of entries along an axis with `per_row` entries per row."""
         key = ("sizes", per_row)
         if key not in self.cache:
             self.cache[key] = [(segment.stop - segment.start) * per_row for segment in self.segments]
         return self.cache[key]
 
     def slices(self, per_row: int) -> list[slice]:
-        """Where each segment lies along an axis with `per_row` entries per row."""
+        """Return each segment's slice along an axis with `per_row` entries per row."""
         return [slice(segment.start * per_row, segment.stop * per_row) for segment in self.segments]
 
     def slots(self, per_row: int, device: torch.device) -> Tensor:
-        """The place of each entry if all segments were as long as the longest."""
+        """Return the position of each entry once all segments are padded to the longest."""
         key = ("slots", per_row, device)
         if key not in self.cache:
             sizes = self.sizes(per_row)
@@ -161,7 +168,7 @@ class MixedCall:
         return self.cache[key]
 
     def index(self, size: int, device: torch.device) -> Tensor:
-        """The segment of each of `size` entries along the leading axis."""
+        """Return the segment of each of `size` entries along the leading axis."""
         key = ("index", size, device)
         if key not in self.cache:
             lengths = torch.tensor([part.stop - part.start for part in self.slices(self._per_row(size))])
@@ -189,8 +196,10 @@ def is_running() -> bool:
 
 
 def within(call: MixedCall, run: Callable[[], Any]) -> Any:
-    """Run something while a call is the current one. It has a context of its own, so that nothing must be put back
-    afterwards, whatever happens."""
+    """Run a function while `call` is the current call.
+
+    It runs in its own context, so nothing needs to be restored afterwards, even after an exception.
+    """
     context = copy_context()
     context.run(_current.set, call)
     return context.run(run)

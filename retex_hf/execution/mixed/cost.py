@@ -1,7 +1,7 @@
-"""What a call costs in one pass and group by group, so that `execution="auto"` can choose.
+"""Cost model of a call in one pass and group by group, for `execution="auto"`.
 
 Costs are in multiplications. A matrix product takes its arithmetic or the time to read its operands, whichever is
-longer, plus a fixed price of starting it; only ratios matter, so two constants describe a machine.
+longer, plus a fixed overhead. Only ratios matter, so two constants describe a machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from ...recovery import RecoveryModule
 from ...recovery.layout import MATRIX
 
-# Multiplications in the time that it takes to read one float32 number from memory: what matters where few rows meet
-# large matrices (decoding). From examples/benchmarks/execution.py, where predictions stand beside measurements.
+# Multiplications in the time it takes to read one float32 number from memory; this dominates where few rows meet large
+# matrices (decoding). Calibrated with examples/benchmarks/execution.py.
 PER_NUMBER = 16.0
-# Multiplications in the time that it takes to start one operation, and operations per matrix in a model.
+# Multiplications in the time it takes to start one operation, and operations per matrix in a model.
 PER_OPERATION = 4e5
 OPERATIONS_PER_MATRIX = 8
 
 
 @dataclass(frozen=True)
 class Product:
-    """One recovered matrix in a pass: its sizes, and how many vectors of each row it is applied to."""
+    """One recovered matrix in a pass: its sizes, and the number of vectors per row that it is applied to."""
 
     rows: int
     columns: int
@@ -57,8 +57,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """The size of one call: rows per group, how many of their experts must be made first, the input per row, and for
-    `generate` how many steps follow, of how many beams, and the parameters that run only once (the encoder's)."""
+    """The size of one call.
+
+    It holds the rows per group, the number of experts to recover first, the input per row and, for `generate`, the
+    number of steps and beams and the prefix of parameters that run only once (the encoder's).
+    """
 
     groups: list[int]
     missing: int
@@ -74,7 +77,7 @@ def _product(vectors: float, rows: int, columns: int) -> float:
 
 
 def _passes(product: Product, work: Work, call: Call) -> list[tuple[float, int]]:
-    """(vectors per row, how many times) for each kind of pass over a matrix."""
+    """Return (vectors per row, number of times) for each kind of pass over a matrix."""
     whole = product.positions * call.input_size / work.input_size
     if not call.steps:
         return [(whole, 1)]
@@ -84,7 +87,7 @@ def _passes(product: Product, work: Work, call: Call) -> list[tuple[float, int]]
 
 
 def grouped_cost(work: Work, call: Call) -> float:
-    """Every group on its own expert; experts that are not at hand are recovered first."""
+    """Return the cost of running every group on its own expert, recovering the missing experts first."""
     total = 0.0
     for product in work.products:
         making = product.rank * product.rows * product.columns + 3 * PER_NUMBER * product.rows * product.columns
@@ -97,7 +100,7 @@ def grouped_cost(work: Work, call: Call) -> float:
 
 
 def mixed_cost(work: Work, call: Call) -> float:
-    """The whole batch on the merged matrices, and each group's factors beside them."""
+    """Return the cost of running the whole batch on the merged matrices, plus each group's factors."""
     total = 0.0
     for product in work.products:
         for vectors, times in _passes(product, work, call):

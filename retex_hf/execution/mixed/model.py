@@ -1,4 +1,4 @@
-"""The copy of a model that runs a whole mixed batch at once."""
+"""A copy of a model that runs a whole mixed batch at once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .side_path import beside
 from .sources import Head, Recovered, TensorSource
 from .task_tensor import TaskTensor
 
-# How far a pair of rows may be from the two rows alone, relative to the largest entry of the output.
 # Outputs that have the images along their second axis.
 COLUMN_FIELDS = frozenset({"logits_per_text", "text_logits"})
+# Allowed difference between a pair of rows and each row alone, relative to the largest entry of the output.
 PROBE_TOLERANCE = 1e-3
 
 
 class MixedModel:
     """Runs batches whose rows belong to different tasks, in one pass.
 
-    Each kind of call is probed once: two rows of different tasks together must give what each gives alone. A model that
-    uses a recovered parameter in a way that has no row-by-row form is found out there, and is not offered this path.
+    Each kind of call is probed once: two rows of different tasks together must give what each gives alone. The probe
+    rejects models that use a recovered parameter in a way that has no row-by-row form.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class MixedModel:
     ) -> None:
         self.recovery = recovery
         self._wrapped = model
-        # Kinds of calls and what is known of them: threads find out once, and meanwhile hold up no other kind.
+        # Results by kind of call: threads probe a kind once, without blocking other kinds.
         self._probed = ExpertCache(0)
-        # What stands against this path. Not the exception: it would keep what it has met alive.
+        # Why this path is unavailable. A string, because an exception would keep its frames' tensors alive.
         self.reason: str | None = None
         try:
             self.model = _copy(model, recovery, tasks, heads)
@@ -51,7 +51,7 @@ class MixedModel:
             self.reason = str(reason)
 
     def segments(self, groups: list[Group]) -> list[Segment]:
-        """The groups of a batch as consecutive rows."""
+        """Return the groups of a batch as consecutive rows."""
         device = self.recovery.task_embedding.device
         segments, start = [], 0
         for group in groups:
@@ -65,13 +65,13 @@ class MixedModel:
         return segments
 
     def run(self, method: str, kwargs: dict[str, Any], segments: list[Segment], certificate: Certificate) -> Any:
-        """Call a method on rows that are sorted by segment."""
+        """Call a method on rows sorted by segment."""
         return self._call(method, kwargs, MixedCall(segments, certificate, repeats=method == "generate"))
 
     def probe(
         self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
     ) -> tuple[Certificate, Work]:
-        """What a kind of call needs to know: what meets rows and what does not, and the work of one row.
+        """Return which parameters meet rows in a kind of call, and the work of one row.
 
         Raises `MixedUnsupported` if the model cannot run mixed batches in this kind of call.
         """
@@ -82,7 +82,7 @@ class MixedModel:
             for name, value in kwargs.items()
             if isinstance(value, Tensor)
         }
-        # One task says nothing about how rows of several get along.
+        # A probe with one task does not show whether rows of several tasks stay separate.
         key = (method, frozenset(inputs), len(segments) > 1)
         found = self._probed.get(key, lambda: self._find_out(method, kwargs, segments, splitter))
         if isinstance(found, str):
@@ -92,13 +92,13 @@ class MixedModel:
     def _find_out(
         self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
     ) -> tuple[Certificate, Work] | str:
-        """What a probe finds, or the reason why the model cannot."""
+        """Return the result of a probe, or the reason why the model is unsupported."""
         try:
             return self._probe(method, kwargs, segments, splitter)
         except MixedUnsupported as reason:
             return str(reason)
         except Exception as error:
-            # The model, or this batch? It is not remembered: the next batch of the kind may be a good one.
+            # The batch may be at fault rather than the model, so do not remember the failure.
             raise MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}") from error
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class MixedModel:
     def _work(
         self, method: str, kwargs: Mapping[str, Any], segment: Segment, splitter: Splitter, single: MixedCall
     ) -> Work:
-        """The products of one row; `generate` is known by its first step."""
+        """Return the products of one row; measure `generate` by its first step."""
         input_size = numbers_per_row(kwargs, splitter.rows)
         if method == "generate":
             step = _first_step(self.model, splitter.take(kwargs, torch.tensor([segment.start])))
@@ -146,7 +146,7 @@ class MixedModel:
         return Work.of_log(single.log, self.recovery, input_size)
 
     def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall) -> Any:
-        if hasattr(self._wrapped, "generation_config"):  # the model's own may have been replaced since it was copied
+        if hasattr(self._wrapped, "generation_config"):  # the original's may have been replaced since it was copied
             self.model.generation_config = self._wrapped.generation_config
 
         def run() -> Any:
@@ -165,7 +165,7 @@ def _copy(
         if recovery[name].layout.batch > 1:
             raise MixedUnsupported(f"{name!r} is a stack of matrices (experts of a mixture), which meet single tokens.")
         for alias in names_of(model, name):
-            merged = named.get(alias)  # quantised layers may keep their weights under other names
+            merged = named.get(alias)  # quantised layers may rename their weights
             module, _, attribute = alias.rpartition(".")
             source = Recovered(name, None if merged is None else merged.detach(), recovery)
             places.setdefault(module, {})[attribute] = source
@@ -186,8 +186,10 @@ def _copy(
 
 
 def _two_steps(kwargs: Mapping[str, Any], settings: GenerationConfig | None) -> dict[str, Any]:
-    """Arguments that make `generate` compute one token from the prompt and one from its cache. Callbacks of the user
-    are left out, and so are options: they choose among what the model computes."""
+    """Return arguments that make `generate` compute one token from the prompt and one from its cache.
+
+    The user's callbacks and options are left out: they only choose among what the model computes.
+    """
     inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) or name == "encoder_outputs"}
     options = {
         "max_new_tokens": 2,
@@ -200,17 +202,17 @@ def _two_steps(kwargs: Mapping[str, Any], settings: GenerationConfig | None) -> 
     }
     if settings is None:
         return inputs | options
-    # transformers warns of lengths that are set in two ways, and the model may have its own.
+    # transformers warns of lengths set in two ways, and the model may have its own.
     settings = copy(settings)
     settings.update(**options, max_length=None, min_length=None)
     return inputs | {"generation_config": settings}
 
 
 def _certificate(meetings: list[tuple[Origin, int, int]], per_task: set[str]) -> Certificate:
-    """Read off what has rows from the sizes (of more rows, of fewer rows) that parameters meet."""
+    """Derive which parameters meet rows from the sizes that they meet with more and with fewer rows."""
     free = {(origin, size) for origin, size, fewer in meetings if size == fewer}
     rows = {origin for origin, size, fewer in meetings if size != fewer}
-    # What has a single entry for several rows is known by that.
+    # A single entry for several rows is recognised by its size.
     both = sorted(str(origin) for origin, size in free if size > 1 and origin in rows)
     if both:
         raise MixedUnsupported(f"{both[0]!r} is applied to rows and to what has no rows.")
@@ -218,8 +220,10 @@ def _certificate(meetings: list[tuple[Origin, int, int]], per_task: set[str]) ->
 
 
 def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> Certificate:
-    """The certificate with the values computed from parameters, from a call on two rows and one on twice as many. In
-    both, what a value meets was taken to have rows where its shape and size allowed it: it must have been so."""
+    """Extend a certificate by values computed from parameters, from a call on two rows and one on four.
+
+    Both calls assumed that a tensor has rows where its shape and size allow it; refuse the model where that was wrong.
+    """
     meetings = []
     for (origin, two, could), (same, four, _) in zip(pair.computed, doubled.computed, strict=True):
         has_rows = four == 2 * two and two > 0
@@ -232,7 +236,7 @@ def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> C
 
 
 def _first_step(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `forward` for what `generate` does first with one row."""
+    """Return arguments of `forward` for the first step of `generate` on one row."""
     accepted = inspect.signature(model.forward).parameters
     step = {
         name: value
@@ -249,7 +253,7 @@ def _first_step(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
-    """An output whose task tensors (text features, a logit scale) have become one value per row."""
+    """Replace task tensors in an output (text features, a logit scale) by one value per row."""
     if isinstance(output, TaskTensor):
         if call.is_probe:
             call.per_task.add(name)
@@ -277,12 +281,12 @@ def _tensors(value: Any, name: str = "output") -> list[tuple[str, Tensor]]:
 
 
 def _check_row(together: Any, alone: Any, row: int) -> None:
-    """A row of a pair must be what it is alone."""
+    """Refuse a model for which a row of a pair differs from the row alone."""
     for (name, pair), (_, single) in zip(_tensors(together), _tensors(alone), strict=True):
         if not pair.is_floating_point() or (name.endswith("loss") and pair.ndim == single.ndim == 0):
             continue
         found = _row_of(name, pair.float(), single.shape, row)
-        # A narrower head was padded beside a wider one.
+        # A narrower head is padded next to a wider one.
         inside = tuple(slice(size) for size in single.shape)
         own, outside = found[inside], found.numel() - single.numel()
         if own.shape != single.shape or (found == -float("inf")).sum() < outside:
@@ -294,8 +298,10 @@ def _check_row(together: Any, alone: Any, row: int) -> None:
 
 
 def _row_of(name: str, pair: Tensor, single: torch.Size, row: int) -> Tensor:
-    """One row of what two rows gave, in the form that it has alone: rows lead, or the value is one per task, or (the
-    logits of texts) rows come second, or there is one value for all."""
+    """Return one row of the output of two rows, in the shape it has alone.
+
+    Rows lead, or there is one value per task, or rows come second (the logits of texts), or one value serves all rows.
+    """
     if pair.ndim == len(single) > 0 and len(pair) == 2 * single[0]:
         return pair[row * single[0] : (row + 1) * single[0]]
     if pair.ndim == len(single) + 1 and len(pair) == 2:

@@ -1,4 +1,4 @@
-"""Each segment's rows times the segment's own matrix."""
+"""Products of each segment's rows with the segment's own matrix."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch import Tensor
 
 from .call import MixedCall
 
-# Up to so many vectors per segment one batched product is faster than one product after the other.
+# Up to this many vectors per segment, one batched product is faster than separate products.
 FEW_VECTORS = 64
-# Padding segments of different lengths to the longest must not more than double them.
+# Padding segments to the longest must not more than double their size.
 MOST_PADDING = 2.0
 
 
 class OwnFactors:
     """The matrices (n, m) of all segments of a call, for inputs on their left.
 
-    Long segments are multiplied one by one. Short ones (the steps of `generate`) together, as a batch of matrices: if
-    the factors lie in memory in the order of the segments that costs nothing, else they are brought together when they
-    are needed a second time.
+    Long segments are multiplied one by one, short ones (the steps of `generate`) as a batch of matrices. Batching is
+    free if the factors are adjacent in memory in segment order; otherwise they are stacked on their second use.
     """
 
     def __init__(self, matrices: list[Tensor]) -> None:
@@ -29,7 +28,7 @@ class OwnFactors:
         self._uses = 0
 
     def add(self, call: MixedCall, result: Tensor, x: Tensor) -> None:
-        """`result + x A_t`, in place; both have the segments' vectors along their leading axis."""
+        """Add `x A_t` to `result` in place; both have the segments' vectors along their leading axis."""
         per_row = len(x) // call.rows
         batch = self._batch_for(call, per_row)
         if batch is None or result.requires_grad:
@@ -47,7 +46,7 @@ class OwnFactors:
         result += torch.bmm(padded.view(len(sizes), max(sizes), -1), batch).flatten(0, 1)[slots]
 
     def applied(self, call: MixedCall, x: Tensor) -> Tensor:
-        """`x A_t`."""
+        """Return `x A_t`."""
         if x.requires_grad:
             parts = zip(call.slices(len(x) // call.rows), self.matrices, strict=True)
             return torch.cat([x[part] @ matrix for part, matrix in parts])
@@ -67,7 +66,7 @@ class OwnFactors:
 
 
 def _as_batch(matrices: list[Tensor]) -> Tensor | None:
-    """Matrices that follow each other in memory at equal distances as one (batch, n, m) tensor, without a copy."""
+    """Return equally spaced matrices in one storage as a (batch, n, m) view, or None if they are not."""
     first = matrices[0]
     if len(matrices) == 1:
         return first.unsqueeze(0)

@@ -1,5 +1,7 @@
-"""Layers whose merged weights cannot be replaced, because they are quantised or offloaded: they run as they are, and
-what each row's task adds is computed beside them."""
+"""Layers whose merged weights cannot be replaced because they are quantised or offloaded.
+
+They run unchanged, and the offsets of each row's task are computed beside them.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from .task_tensor import TaskTensor, by_row, per_task
 
 
 def beside(layer: nn.Module, sources: dict[str, TensorSource]) -> nn.Module:
-    """What takes the place of a layer whose tensors cannot be replaced."""
+    """Return a replacement for a layer whose tensors cannot be replaced."""
     heads = [isinstance(source, Head) for source in sources.values()]
     return HeadLayer(layer, sources) if any(heads) else SidePath(layer, sources)
 
 
 class HeadLayer(nn.Module):
-    """A linear layer that every task keeps whole: what is quantised or offloaded is not needed."""
+    """A linear layer that every task stores whole, so that the quantised or offloaded weights are not needed."""
 
     def __init__(self, layer: nn.Module, sources: dict[str, TensorSource]) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class HeadLayer(nn.Module):
 
 
 class SidePath(nn.Module):
-    """A layer of the wrapped model (shared with it) plus the offsets of its recovered parameters."""
+    """A layer shared with the wrapped model, plus the offsets of its recovered parameters."""
 
     def __init__(self, layer: nn.Module, sources: dict[str, Recovered]) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class SidePath(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "layer":  # not set yet: looking further would recurse
+            if name == "layer":  # not set yet: delegating would recurse
                 raise
             return getattr(self.layer, name)
 
@@ -90,7 +92,10 @@ class SidePath(nn.Module):
 
 
 def _kind(layer: nn.Module, parameters: set[str]) -> str | None:
-    """What a layer computes. Quantised layers have classes of their own, but keep the sizes of what they replace."""
+    """Return what a layer computes, or None if it is unknown.
+
+    Quantised layers have their own classes, but keep the size attributes of the layers they replace.
+    """
     if not parameters <= {"weight", "bias"}:
         return None
     if isinstance(layer, Conv1D):
@@ -107,7 +112,7 @@ def _kind(layer: nn.Module, parameters: set[str]) -> str | None:
 
 
 def _normal(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a normalisation multiplies its weight with."""
+    """Return the normalised input that a normalisation multiplies by its weight."""
     if isinstance(layer, nn.LayerNorm):
         return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))

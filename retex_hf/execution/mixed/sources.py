@@ -1,4 +1,4 @@
-"""Where the values of a task tensor come from: factors of the recovery module, heads, or a computation."""
+"""Sources of a task tensor's values: factors of the recovery module, heads, or a computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .products import OwnFactors
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Offsets are computed in float32, also in a call under autocast."""
+    """Disable autocast, because offsets are computed in float32."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -32,17 +32,17 @@ class TensorSource(ABC):
 
     @property
     def origin(self) -> Origin:
-        """What a probe's findings about this tensor are kept under."""
+        """Return the key under which a probe stores its findings about this tensor."""
         return self.name
 
     @abstractmethod
     def values(self, call: MixedCall) -> list[Tensor]:
-        """The value of each segment's task."""
+        """Return the value of each segment's task."""
 
 
 @dataclass
 class Computed(TensorSource):
-    """Values that came out of an operation; `history` tells how, so that the same computation is known again."""
+    """Results of an operation; `history` identifies the computation, so that a repeated one is recognised."""
 
     tensors: list[Tensor]
     history: int
@@ -59,7 +59,7 @@ class Computed(TensorSource):
 
 @dataclass
 class Head(TensorSource):
-    """A tensor that each task keeps whole; shapes may differ."""
+    """A tensor that each task stores whole; shapes may differ."""
 
     name: str
     tensors: Mapping[int, Tensor]
@@ -89,7 +89,7 @@ class Recovered(TensorSource):
         return self.layout.order == SHARED_FIRST
 
     def values(self, call: MixedCall) -> list[Tensor]:
-        """The whole recovered tensors; only vectors are small enough to be kept."""
+        """Return the recovered tensors of all segments; keep only vectors, which are small."""
         if self.layout.kind == VECTOR:
             return call.kept(("values", self.name), lambda: self._vectors(call))
         with full_precision(call.device), torch.no_grad():
@@ -100,9 +100,9 @@ class Recovered(TensorSource):
                 for segment in call.segments
             ]
 
-    @torch.no_grad()  # gradients of a call in evaluation mode end at the inputs
+    @torch.no_grad()  # in evaluation mode only the inputs need gradients
     def _vectors(self, call: MixedCall) -> list[Tensor]:
-        """Vectors are many and small: those of all segments at once."""
+        """Recover the vectors of all segments at once, because they are many and small."""
         device, scales = self.merged.device, self.scales(call)
         scalar = self.recovery[self.name].factor("shared").to(device)
         merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
@@ -120,7 +120,7 @@ class Recovered(TensorSource):
         return [generator.generated(part.embedding) if part.recovered else nothing for part in call.segments]
 
     def scales(self, call: MixedCall) -> list[Tensor] | None:
-        """The affine variant's gamma of every segment."""
+        """Return the affine variant's gamma for every segment, or None for other variants."""
         scale = self.recovery.scale(self.name)
         if scale is None:
             return None
@@ -131,9 +131,10 @@ class Recovered(TensorSource):
             ]
 
     def factors(self, call: MixedCall, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-        """`G_t` of every segment and the shared factor, on the device of what they meet: the offset is `G_t @ S` (or
-        `S @ G_t`), or `G_t` alone where it is stored whole. Float32. ReTeX-E's inner factor is multiplied into the
-        shared one: `A_t (B S)`.
+        """Return `G_t` for every segment and the shared factor `S`, in float32 on `device`.
+
+        The offset is `G_t @ S` (or `S @ G_t`), or `G_t` alone where it is stored whole. ReTeX-E's inner factor is
+        multiplied into the shared one: `A_t (B S)`.
         """
 
         def moved() -> tuple[list[Tensor], Tensor | None]:
@@ -145,7 +146,7 @@ class Recovered(TensorSource):
     def acting_factors(
         self, call: MixedCall, transposed: bool, device: torch.device
     ) -> tuple[OwnFactors, Tensor | None]:
-        """The factors as they stand to the right of an input: transposed, unless the parameter itself is."""
+        """Return the factors for multiplication from the right: transposed, unless the parameter itself is."""
         key = ("acting", self.name, transposed, device)
         return call.kept(key, lambda: self._acting_factors(call, transposed, device))
 
@@ -167,7 +168,7 @@ class Recovered(TensorSource):
                 with full_precision(call.device):
                     shared = shared @ inner[0] if self.shared_first else inner[0] @ shared
             return [factor[0] for factor in generated], shared
-        scalar = generator.factor("shared")  # a vector's
+        scalar = generator.factor("shared")  # of a vector
         if scalar is not None:
             generated = [factor * scalar for factor in generated]
         return [factor.view(self.layout.shape[0], -1) for factor in generated], None

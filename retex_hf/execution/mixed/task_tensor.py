@@ -1,10 +1,10 @@
-"""Tensors that have one value per task, and what torch functions do with them.
+"""Tensors that have one value per task, and the torch functions defined on them.
 
-In the copy of the model that runs mixed batches every recovered parameter is a `TaskTensor`. It looks like the merged
-parameter (shape, dtype, device), but each torch function that meets one is answered here: by a row-by-row form of the
-operation (`operations`), by applying it to the value of every task (shapes, elementwise functions), or, where neither
-is known to be right, by `MixedUnsupported`. It has no numbers of its own: what goes past torch's Python functions
-(TorchScript, fused kernels) finds nothing to compute with. So a model is either computed exactly or not at all.
+In the copy of the model that runs mixed batches, every recovered parameter is a `TaskTensor`. It has the shape, dtype
+and device of the merged parameter, and intercepts every torch function called on it. A function runs in a row-by-row
+form (`operations`), or on the value of every task (shapes, elementwise functions); where neither is known to be right,
+it raises `MixedUnsupported`. A task tensor has no storage, so code that bypasses torch's Python functions (TorchScript,
+fused kernels) fails instead of computing wrong results. A model is computed exactly or not at all.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from .call import MixedCall, MixedUnsupported, Origin, current_call, is_running
 from .sources import Computed, TensorSource
 
-# What can be asked of a tensor without looking at its values.
+# Attributes and methods that do not read a tensor's values.
 DESCRIPTIONS = frozenset(
     {"dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "is_quantized", "layout", "is_sparse",
      "is_nested", "is_leaf", "grad_fn", "is_mkldnn", "is_cpu", "is_mps", "is_xpu", "itemsize", "nbytes",
      "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
      "get_device", "__len__", "_is_view"}
 )  # fmt: skip
-# Those that depend on the shape, which heads of different widths do not share.
+# Those that depend on the shape, which differs between heads of different widths.
 SIZES = frozenset({"shape", "size", "numel", "nelement", "stride", "nbytes", "__len__"})
-# Functions of one tensor that give every task's value its own result.
+# Functions of one tensor, applied to every task's value separately.
 PER_VALUE = frozenset(
     {"view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "flatten", "unflatten", "contiguous", "to",
      "type", "type_as", "float", "double", "half", "bfloat16", "detach", "clone", "dropout", "data", "T", "mT", "t",
      "exp", "log", "neg", "__neg__", "sigmoid", "tanh", "relu", "softplus", "silu", "abs", "sqrt", "rsqrt", "pow",
      "__pow__", "square", "split", "chunk"}
 )  # fmt: skip
-# Functions of two (or more) tensors whose operands are broadcast against each other, aligned at the last axis.
+# Functions of two or more tensors that broadcast their operands, aligned at the last axis.
 ELEMENTWISE = frozenset(
     {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "div",
      "__truediv__", "__rdiv__", "__rtruediv__", "true_divide", "maximum", "minimum", "where"}
@@ -49,12 +49,12 @@ ALLOCATING = ELEMENTWISE | {
 }  # fmt: skip
 
 
-# Row-by-row forms of functions, by name; filled by `operations`, which are written in terms of this module.
+# Row-by-row forms of functions, by name; filled by `operations`, which imports this module.
 OPERATIONS: dict[str, Callable] = {}
 
 
 class TaskTensor(Tensor):
-    """A tensor with one value per task; `source` knows them."""
+    """A tensor with one value per task, provided by `source`."""
 
     source: TensorSource
 
@@ -67,7 +67,7 @@ class TaskTensor(Tensor):
         return tensor
 
     def __deepcopy__(self, memo: dict) -> TaskTensor:
-        return self  # it belongs to the copy of the model that it was made for
+        return self  # it belongs to one copy of the model
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -106,18 +106,18 @@ def described(tensor: TaskTensor) -> str:
 
 
 def origin_of(*tensors: Any) -> Origin:
-    """What decisions about a function of some task tensors go by: a parameter's name, if one is among them."""
+    """Return the key for decisions about a function of task tensors: a parameter's name, if one is among them."""
     sources = [tensor.source for tensor in tensors if isinstance(tensor, TaskTensor)]
     return next((source.name for source in sources if source.name is not None), sources[0].origin)
 
 
 def _writes(name: str) -> bool:
-    """Whether a function changes its first argument."""
+    """Return whether a function changes its first argument."""
     return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def values_of(call: MixedCall, value: Any) -> list[Any]:
-    """A value for each segment: a `TaskTensor`'s own, also within a list; anything else as it is."""
+    """Return a value for each segment: a `TaskTensor`'s own, also within a list; repeat anything else."""
     if isinstance(value, (list, tuple)) and any(isinstance(item, TaskTensor) for item in value):
         return [type(value)(items) for items in zip(*(values_of(call, item) for item in value), strict=True)]
     return value.source.values(call) if isinstance(value, TaskTensor) else [value] * len(call.segments)
@@ -152,7 +152,7 @@ def _computed(values: list[Any], origin: int, is_allocated: bool = False) -> Tas
 
 
 def by_row(call: MixedCall, tensor: TaskTensor, size: int, ndim: int) -> Tensor:
-    """The value of each row's task, (size, ...) with `ndim` axes, aligned at the last one."""
+    """Return the value of each row's task, (size, ...) with `ndim` axes, aligned at the last one."""
     shape = tensor.shape
     if len(shape) >= ndim:
         if len(shape) > ndim or shape[0] != 1:
@@ -178,9 +178,9 @@ def _elementwise(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str,
 
 
 def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
-    """The ordinary tensors among some arguments that have the rows along their leading axis.
+    """Return the ordinary tensors among the arguments that have rows along their leading axis.
 
-    A task tensor has no rows. So an ordinary tensor that shares its leading axis with one must not have any there.
+    A task tensor has no rows, so an ordinary tensor that shares its leading axis with one must not have any either.
     """
     tensors = _flat(args)
     tasked = [tensor for tensor in tensors if isinstance(tensor, TaskTensor)]
@@ -192,7 +192,7 @@ def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
             continue
         shares = any(other.ndim >= tensor.ndim and other.shape[0] != 1 for other in tasked if other.ndim)
         if named is not None:
-            # Every partner of a parameter is asked about, task tensor or not: a probe compares the answers.
+            # Query every partner of a parameter, task tensor or not, because a probe compares the logs.
             has_rows = call.entries_per_row(origin, tensor) is not None and not isinstance(tensor, TaskTensor)
             if has_rows and shares and len(call.segments) > 1:
                 raise MixedUnsupported(f"{_name(func)} combines {origin!r} with rows along their own axis.")
@@ -207,7 +207,7 @@ def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
 
 
 def _repeated(call: MixedCall, func: Callable, tensor: Tensor, *sizes: Any) -> Tensor:
-    """`expand` or `repeat` of a parameter for every row (a class token)."""
+    """Apply `expand` or `repeat` to a parameter, for every row (a class token)."""
     target = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(target) >= 2 and len(target) >= tensor.ndim and target[0] > 0:
         meeting = hash((_name(func), tensor.source.origin))
@@ -218,9 +218,12 @@ def _repeated(call: MixedCall, func: Callable, tensor: Tensor, *sizes: Any) -> T
 
 
 def _other(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Any other function. Without rows among its arguments every task has a result. With rows, it must be known to keep
-    them, and its task tensors must have a leading axis of size 1 in the rows' place (an attention bias, a class token
-    joined to its sequence)."""
+    """Apply any other function.
+
+    Without rows among its arguments, every task gets a result. With rows, the function must be known to keep them, and
+    its task tensors must have a leading axis of size 1 in the rows' place (an attention bias, a class token
+    concatenated to its sequence).
+    """
     arguments = (args, tuple(kwargs.values()))
     with_rows = _with_rows(call, func, arguments)
     if not with_rows:

@@ -1,1 +1,1 @@
-"""One task on its own: a plain checkpoint, or a PEFT adapter."""
+"""Export of a single task: as a plain checkpoint, or as a PEFT adapter."""

@@ -1,4 +1,4 @@
-"""One task on its own: a plain checkpoint of the recovered expert, with tokenizer or processor."""
+"""Export of a recovered expert as a plain checkpoint, with tokenizer or processor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..retex_model import RetexModel
 def export_checkpoint(
     model: RetexModel, task: str, save_directory: str | Path, *, max_shard_size: str | int = "5GB"
 ) -> None:
-    """Write a recovered expert as its own library writes models; the folder appears whole or not at all.
+    """Write a recovered expert in its own library's format, atomically.
 
     Args:
         model: The model.
-        task: Which expert.
+        task: Name of the task.
         save_directory: A folder that does not exist yet, or is empty.
         max_shard_size: Size above which weights are stored in several files.
     """

@@ -1,4 +1,4 @@
-"""A recovered task as a PEFT adapter on the merged model, written to a folder."""
+"""Writing of a recovered task as a PEFT adapter on the merged model."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OWN_FILES = ("adapter_*",)
 
 @dataclass(frozen=True)
 class LoraExport:
-    """What an exported adapter carries, and how.
+    """The contents of an exported adapter.
 
-    `lora` maps modules to the rank of their factors; `bias` are the biases that ride with them (peft's `lora_bias`),
+    `lora` maps modules to the rank of their factors; `bias` are the biases stored with them (peft's `lora_bias`),
     `modules_to_save` the modules that are stored whole, `target_parameters` the parameters that have factors without
     being a module's weight. `left_out` maps parameters that the adapter does not carry to the size of their difference
-    relative to the parameter, `left_out_share` is their part of the whole difference (both as Frobenius norms).
-    `num_outputs` is set where the task's head is of another width than the one in the merged model's folder; such tasks
-    cannot share a batch in peft. `vocabulary` is set where the task has another number of tokens. `mergeable` says
-    whether peft's `merge_and_unload` would give the expert: not where tied weights have factors each (it adds both),
-    nor where a layer without a bias gets one (it refuses).
+    relative to the parameter, `left_out_share` is their share of the whole difference (both as Frobenius norms).
+    `num_outputs` is set if the width of the task's head differs from that in the merged model's folder; such tasks
+    cannot share a batch in peft. `vocabulary` is set if the task has another number of tokens. `mergeable` says whether
+    peft's `merge_and_unload` gives the expert: not if tied weights have separate factors (it adds both), nor if a layer
+    without a bias gets one (it refuses).
     """
 
     task: str
@@ -137,7 +137,7 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
 
 
 def _other_vocabulary(parts: RetexParts, task: str) -> dict[str, Tensor]:
-    """The task's tensors with a row per token, where it has others than the merged model: an adapter has them whole."""
+    """Return the task's tensors with a row per token if its vocabulary differs; an adapter stores them whole."""
     if task not in parts.rows:
         return {}
     index, merged = task_index(task, parts.config.tasks), parts.model.state_dict()
@@ -150,7 +150,7 @@ def _other_vocabulary(parts: RetexParts, task: str) -> dict[str, Tensor]:
 
 
 def _all_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """All names of tensors: of tied ones, peft saves each module that has them."""
+    """Return all names of tensors, because peft saves each module that has a tied one."""
     ties = take_inventory(model).aliases
     return [alias for name in names for alias in ties[name]]
 
@@ -166,7 +166,7 @@ def _config(
 ) -> LoraConfig:
     all_ranks = {**ranks, **stack_ranks}
     rank = Counter(all_ranks.values()).most_common(1)[0][0] if all_ranks else 1
-    # Anchored, because peft looks for modules whose names end so.
+    # Anchored, because peft matches the ends of module names.
     own = {f"^{re.escape(name)}": own for name, own in all_ranks.items() if own != rank}
     task_type = _task_type(model, heads, scope)
     return LoraConfig(
@@ -190,8 +190,10 @@ def _config(
 
 
 def _task_type(model: nn.Module, heads: list[str], scope: str) -> str | None:
-    """peft's task type of a model. Those with heads make peft save modules of certain names, so only where they are
-    what is saved anyway."""
+    """Return peft's task type of a model, or None.
+
+    Task types with heads make peft save modules of certain names, so use them only if exactly those are saved anyway.
+    """
     name, modules = type(model).__name__, {head.rpartition(".")[0] for head in heads}
     for task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
         if name in TASK_CLASSES[task_type].values() and not heads:
@@ -203,7 +205,7 @@ def _task_type(model: nn.Module, heads: list[str], scope: str) -> str | None:
 
 
 def base_name(folder: Path | None) -> str | None:
-    """What an adapter calls the merged model: Hub id or path of the artifact it was loaded from, None if it was not."""
+    """Return the Hub id or path of the artifact that the merged model was loaded from, or None."""
     if folder is None or not (folder / CONFIG_NAME).is_file():
         return None
     cached = re.fullmatch(r"models--(.+)", folder.parent.parent.name) if folder.parent.name == "snapshots" else None

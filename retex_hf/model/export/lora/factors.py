@@ -1,4 +1,4 @@
-"""What an adapter holds: the factors of a task's offsets, and what is stored whole."""
+"""Tensors of an adapter: the factors of a task's offsets, and tensors stored whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ....recovery import RecoveryModule
 from ....recovery.layout import GENERATED_FIRST, MATRIX
 from .plan import Plan
 
-# Directions of a whole difference that are weaker than this, relative to the strongest, are rounding.
+# Directions of a whole difference weaker than this, relative to the strongest, are rounding.
 NEGLIGIBLE = 1e-6
 
 
 @dataclass
 class Offsets:
-    """The differences of one task from the merged model."""
+    """The differences between one task and the merged model."""
 
     model: nn.Module
     recovery: RecoveryModule
@@ -34,11 +34,11 @@ class Offsets:
         self.leaders = {alias: name for name, aliases in ties.items() for alias in aliases}
 
     def offset(self, alias: str) -> Tensor:
-        """The difference from the merged tensor, on the CPU, as all that goes into a file: factoring takes float64."""
+        """Return the difference from the merged tensor, on the CPU, because factoring needs float64."""
         return self.recovery.offset(self.leaders.get(alias, alias), self.embedding).cpu()
 
     def value(self, alias: str) -> Tensor:
-        """The task's own tensor."""
+        """Return the task's own tensor."""
         name = self.leaders.get(alias, alias)
         if name in self.heads:
             return self.heads[name]
@@ -48,8 +48,10 @@ class Offsets:
         return self.recovery.recover(name, merged, self.embedding).to(merged.dtype)
 
     def factors(self, alias: str, stacked: bool = False) -> tuple[Tensor, Tensor]:
-        """The offset of a parameter as a batch of products `left @ right`, of one where it is not `stacked`; zeros of
-        rank 1 where it is not changed."""
+        """Return the offset of a parameter as a batch of products `left @ right`, a batch of one unless `stacked`.
+
+        An unchanged parameter has zero factors of rank 1.
+        """
         name = self.leaders[alias]
         shape = tuple(self.merged[alias].shape)
         rows, columns = shape[1:] if stacked else (shape[0], prod(shape[1:]))
@@ -72,7 +74,7 @@ class Offsets:
         return (shared if inner is None else shared @ inner).cpu(), generated.cpu()
 
     def _energy(self, name: str) -> float:
-        """The squared norm of an offset, without the offset where it has factors."""
+        """Return the squared norm of an offset, computed from its factors if it has any."""
         if self.recovery[name].layout.kind != MATRIX:
             return self.offset(name).double().square().sum().item()
         left, right = (part.double() for part in self._stored_factors(name))
@@ -92,20 +94,21 @@ class Offsets:
         return (difference.norm() / merged.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
 
     def share(self, names: set[str]) -> float:
-        """The part that some parameters have in the whole difference; heads do not count, they are no difference."""
+        """Return the share of some parameters in the whole difference, without heads, which are stored whole."""
         energies = {name: self._energy(name) for name in self.recovery} if names else {}
         total = sum(energies.values())
         return (sum(energies[name] for name in names if name in energies) / total) ** 0.5 if total else 0.0
 
     def other_width(self, heads: Mapping[str, Tensor]) -> int | None:
-        """The number of outputs of the task's head, where it is not that of the merged model."""
+        """Return the number of outputs of the task's head if it differs from the merged model's, else None."""
         widths = [head.shape[0] for name, head in heads.items() if head.shape != self.merged[name].shape]
         return widths[-1] if widths else None
 
 
 def factor(stack: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices (n, a, b) as products of the least rank that gives them to rounding: of float32, and of the `weight`
-    that they are differences of.
+    """Factor matrices (n, a, b) into products of the least rank that reproduces them up to rounding.
+
+    Rounding is that of float32, and of the `weight` that the matrices are differences of.
 
     >>> import torch
     >>> from retex_hf.model.export.lora.factors import factor
@@ -127,7 +130,7 @@ def factor(stack: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lora_tensors(offsets: Offsets, plan: Plan, uniform: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Factors and biases of modules as peft names them, and the modules' ranks; all of one rank if `uniform`."""
+    """Return factors and biases under peft's names, and the ranks of the modules; one rank for all if `uniform`."""
     factors = {name: [part[0] for part in offsets.factors(f"{name}.weight")] for name in sorted(plan.lora)}
     if uniform and factors:
         rank = max(right.shape[0] for _, right in factors.values())
@@ -140,7 +143,7 @@ def lora_tensors(offsets: Offsets, plan: Plan, uniform: bool) -> tuple[dict[str,
             tensors[f"{name}.lora_embedding_A"], tensors[f"{name}.lora_embedding_B"] = left.T, right.T
             continue
         a, b = (left.T, right.T) if isinstance(module, Conv1D) else (right, left)
-        if module.weight.ndim > 2:  # a convolution, then one of width 1
+        if module.weight.ndim > 2:  # a convolution, followed by one of width 1
             a, b = a.unflatten(1, module.weight.shape[1:]), b.reshape(*b.shape, *[1] * (module.weight.ndim - 2))
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
         if plan.with_bias:
@@ -150,7 +153,7 @@ def lora_tensors(offsets: Offsets, plan: Plan, uniform: bool) -> tuple[dict[str,
 
 
 def stack_tensors(offsets: Offsets, plan: Plan) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Factors of stacked parameters as peft names and arranges them, and their ranks."""
+    """Return factors of stacked parameters under peft's names and in its layout, and their ranks."""
     tensors, ranks = {}, {}
     for name in sorted(plan.stacks):
         left, right = offsets.factors(name, stacked=True)
@@ -159,11 +162,11 @@ def stack_tensors(offsets: Offsets, plan: Plan) -> tuple[dict[str, Tensor], dict
         owner = offsets.model.get_submodule(module)
         if getattr(owner, "is_transposed", False):
             left, right = right.mT, left.mT
-        # peft wraps the parameters of a module one around the other, the first innermost.
+        # peft nests the wrappers of a module's parameters, the first innermost.
         wrapped = [parameter for parameter in owner._parameters if f"{module}.{parameter}" in plan.stacks]
         module += ".base_layer" * (len(wrapped) - 1 - wrapped.index(attribute))
         tensors[f"{module}.lora_A.weight"] = right.flatten(0, 1)
-        # The columns of B are numbered by rank first and by expert second.
+        # The columns of B are ordered by rank first and by expert second.
         tensors[f"{module}.lora_B.weight"] = left.permute(1, 2, 0).flatten(1)
     return tensors, ranks
 

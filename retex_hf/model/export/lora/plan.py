@@ -1,4 +1,4 @@
-"""Which tensor of a task goes which way into an adapter: peft's ways exclude each other, so all are decided at once."""
+"""Plan of how an adapter stores each tensor of a task, decided at once because peft's mechanisms exclude each other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ....checkpoints import take_inventory
 
 SCOPES = ("all", "batch", "linear")
 LINEAR, CONVOLUTION, EMBEDDING, STACK, OTHER = "linear", "convolution", "embedding", "stack", "other"
-# Modules of which peft can run several adapters' own copies in one batch.
+# Modules of which peft can run several adapters' copies in one batch.
 BATCHED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
 class Plan:
-    """Which way every changed tensor goes. `lora` holds modules, `saved` modules, `stacks` and `left` parameters."""
+    """How changed tensors are stored: `lora` and `saved` hold modules, `stacks` and `left` (left out) parameters."""
 
     lora: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
@@ -28,22 +28,22 @@ class Plan:
 
 
 def make_plan(model: nn.Module, changed: list[str], heads: list[str], scope: str) -> Plan:
-    """The smallest adapter that carries all it can.
+    """Return the plan of the smallest adapter that carries as much as possible.
 
-    peft's `lora_bias`, which gives every adapted layer a bias of its own, excludes adapted embeddings and parameters.
-    So either biases ride with their layers and the embeddings are saved whole, or embeddings have factors and the
-    layers with biases are saved whole; whichever is fewer numbers. (peft's `bias="all"` would be a third way, but only
-    one adapter of a model can have it.)
+    peft's `lora_bias`, which gives every adapted layer its own bias, excludes adapted embeddings and parameters. So
+    either biases are stored with their layers and embeddings are saved whole, or embeddings have factors and layers
+    with biases are saved whole; the smaller one is chosen. (peft's `bias="all"` would be a third way, but only one
+    adapter of a model can have it.)
     """
     if scope == "linear":
         plan = _plan_linear(model, changed, heads)
     else:
         plan = _smallest_plan(model, changed, heads, scope)
         if not plan.lora and not plan.stacks and not _adaptable(model, plan):
-            # All layers are in modules that are saved whole for the sake of a parameter of their own (BEiT's).
+            # All layers are in modules that are saved whole because of a parameter of their own (BEiT's).
             plan = _smallest_plan(model, changed, heads, scope, with_layers=False)
     if not plan.lora and not plan.stacks:
-        # peft refuses an adapter that adapts nothing (of experts that differ in their heads alone): factors of zero.
+        # peft refuses an adapter that adapts nothing (experts that differ only in their heads): add zero factors.
         plan.lora.update(_adaptable(model, plan)[:1])
     return plan
 
@@ -56,13 +56,13 @@ def _smallest_plan(
 
 
 def _adaptable(model: nn.Module, plan: Plan) -> list[str]:
-    """Linear layers that are not saved whole."""
+    """Return the linear layers that are not saved whole."""
     layers = [name for name, _ in model.named_modules() if name and _kind(model, name, "weight") == LINEAR]
     return [name for name in layers if name not in plan.saved and not _inside(name, plan.saved)]
 
 
 def _plan_linear(model: nn.Module, changed: list[str], heads: list[str]) -> Plan:
-    """The weights of linear layers, without the output layer of a language model, which servers refuse."""
+    """Plan for the weights of linear layers, without a language model's output layer, which servers refuse."""
     plan = Plan(left={*changed, *heads})
     outputs = _table(model, "get_output_embeddings")
     for name in changed:
@@ -78,7 +78,7 @@ def _plan_linear(model: nn.Module, changed: list[str], heads: list[str]) -> Plan
 def _plan(
     model: nn.Module, changed: list[str], heads: list[str], scope: str, with_bias: bool, with_layers: bool
 ) -> Plan:
-    """One way for everything; `with_layers` lets modules be saved whole that hold linear layers."""
+    """Plan for all tensors; `with_layers` allows saving whole a module that contains linear layers."""
     plan = Plan(with_bias=with_bias)
     ties = take_inventory(model).aliases
     slots = [(name, *_slot(model, alias)) for name in changed for alias in ties[name]]
@@ -91,7 +91,7 @@ def _plan(
         if kind in (LINEAR, CONVOLUTION):
             way = "saved" if module in biased and not with_bias else "lora"
         elif kind == EMBEDDING:
-            # Positions and the like are looked up once for all rows, which peft cannot split by row.
+            # Position embeddings and the like are looked up once for all rows, which peft cannot split by row.
             if scope == "batch" and model.get_submodule(module).weight is not words:
                 way = "left"
             else:
@@ -102,7 +102,7 @@ def _plan(
             way = "saved"
         if way == "saved" and not _can_save(model, module, scope, with_layers):
             if kind == OTHER and name in layered:
-                continue  # a layer has it too and uses it (BERT's output bias); the module above holds it only
+                continue  # a layer also has and uses it (BERT's output bias); this module only holds it
             way = "left"
         getattr(plan, way).add(module if way in ("lora", "saved") else name)
     for name in heads:
@@ -123,18 +123,18 @@ def _plan(
 
 
 def _table(model: nn.Module, method: str) -> Tensor | None:
-    """The weight of a model's input or output embeddings."""
+    """Return the weight of a model's input or output embeddings, or None."""
     try:
         return getattr(getattr(model, method)(), "weight", None)
-    except (AttributeError, NotImplementedError):  # a model of images, or of OpenCLIP
+    except (AttributeError, NotImplementedError):  # an image model, or one of OpenCLIP
         return None
 
 
 def _slot(model: nn.Module, name: str) -> tuple[str, str]:
-    """The module whose forward uses a tensor, and the tensor's name in it."""
+    """Return the module whose forward uses a tensor, and the tensor's name in it."""
     module, _, attribute = name.rpartition(".")
     parent = module.rpartition(".")[0]
-    # Attention calls its output layer's weights, not the layer.
+    # Attention uses its output layer's weights without calling the layer.
     if module and isinstance(model.get_submodule(parent), nn.MultiheadAttention):
         return parent, name.removeprefix(f"{parent}.")
     return module, attribute
@@ -145,8 +145,8 @@ def _kind(model: nn.Module, module: str, attribute: str) -> str:
     parent = model.get_submodule(module.rpartition(".")[0])
     if isinstance(owner, (nn.Linear, Conv1D)) and not isinstance(parent, nn.MultiheadAttention):
         return LINEAR
-    if isinstance(owner, nn.Conv2d):  # of other convolutions, models of speech ask for what peft's wrapper hides
-        # peft's factors are convolutions themselves, with stride and padding, but without the rest.
+    if isinstance(owner, nn.Conv2d):  # speech models access attributes of other convolutions that peft's wrapper hides
+        # peft's factors are convolutions with the same stride and padding, but no other options.
         plain = owner.groups == 1 and set(owner.dilation) == {1} and owner.padding_mode == "zeros"
         return CONVOLUTION if plain else OTHER
     if isinstance(owner, nn.Embedding):
@@ -158,8 +158,11 @@ def _kind(model: nn.Module, module: str, attribute: str) -> str:
 
 
 def _can_save(model: nn.Module, name: str, scope: str, with_layers: bool) -> bool:
-    """Whether peft can store a module whole, with all others whose names end alike, which it does not tell apart. A
-    module that holds layers of the model would be half the model."""
+    """Return whether peft can store a module whole, along with all others whose names end in its name.
+
+    peft does not tell such modules apart. Refuse modules that contain the model's layers, which would be half the
+    model.
+    """
     others = _named_like(model, name)
     if not name or any(_inside(other, [name]) for other in others):
         return False
@@ -175,13 +178,16 @@ def _can_save(model: nn.Module, name: str, scope: str, with_layers: bool) -> boo
 
 
 def _named_like(model: nn.Module, name: str) -> set[str]:
-    """Other modules that peft stores with a module of this name."""
+    """Return the other modules that peft stores along with a module of this name."""
     return {other for other, _ in model.named_modules() if other.endswith(name) and other != name}
 
 
 def _clashing(model: nn.Module, saved: set[str]) -> list[str]:
-    """Modules that peft cannot store because it would store a part of another one's copy too: its copies do not nest.
-    ConvNeXt's last `layernorm` is one, because the norms in its layers are called so too."""
+    """Return modules that peft cannot store, because it would also store part of another module's copy.
+
+    peft's copies do not nest. One example is ConvNeXt's last `layernorm`, which shares its name with norms in the
+    layers.
+    """
     outer = {name for name in saved if not _inside(name, saved)}
     return [name for name in outer if any(_inside(other, outer) for other in _named_like(model, name))]
 
@@ -199,5 +205,5 @@ def _inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def _numbers(model: nn.Module, plan: Plan) -> int:
-    """Numbers that a plan stores besides factors."""
+    """Return how many numbers a plan stores besides factors."""
     return sum(tensor.numel() for name in plan.saved for tensor in model.get_submodule(name).state_dict().values())
