@@ -104,8 +104,7 @@ class Method(ABC):
         """Return the bytes needed to serve all tasks, except heads: one model's body, task parts, routers."""
 
     def state(self) -> dict[str, Any]:
-        """Return the result of `fit` as plain values for the report (chosen coefficients, validation scores); may be
-        empty."""
+        """Return the results of `fit` (coefficients, validation scores) as plain values for the report, if any."""
         return {}
 
 

@@ -169,8 +169,7 @@ class Report:
         return self._summary["methods"][name]["modes"].get(mode, {})
 
     def _mode_table(self, mode: str, names: Sequence[str], with_method: bool) -> Table:
-        """Tabulate the means of one mode, with methods and storage (a table of its own) or without (part of a wider
-        one)."""
+        """Tabulate the means of one mode; add methods and storage for a table of its own, not for a wider one."""
         found = [self._mode(name, mode) for name in names]
         columns = {"accuracy": lambda of: of["accuracy"]["mean"]}
         if self.individual is not None:
