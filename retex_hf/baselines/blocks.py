@@ -25,8 +25,7 @@ def linear_layers(model: nn.Module, body: Collection[str]) -> dict[str, nn.Modul
 
 
 def find_mlps(model: nn.Module, body: Collection[str], patterns: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-    """Return the names of the linear layers of every MLP: adjacent layers that expand (one, or two with a gate) and
-    contract.
+    """Return the linear layers of every MLP: adjacent ones that expand (one, or two if gated) and contract.
 
     Args:
         model: Model to search.
