@@ -22,7 +22,7 @@ from .options import POSITIONAL, DeviceOptions
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
 SHOWN_LENGTH = 60
-MOST_ROWS = 65_536  # per call: all inputs are read before the first answer
+MOST_ROWS = 65_536  # per batch: a batch is read whole before it runs
 
 
 @dataclasses.dataclass
