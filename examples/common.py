@@ -1,4 +1,4 @@
-"""What the examples share: the training loop, the evaluation of an artifact, and the table of results."""
+"""Shared parts of the examples: the training loop, the evaluation of an artifact, and the table of results."""
 
 from __future__ import annotations
 
@@ -61,17 +61,20 @@ class Training:
     learning_rate: float
     batch_size: int = 32
     weight_decay: float = 0.01
-    # A new head starts from noise, the body from pre-trained weights: the head has further to go.
+    # A new head starts from noise, the body from pre-trained weights: the head needs larger steps.
     head_speed_up: float = 10.0
-    # What the names of the head's parameters begin with.
+    # Prefix of the names of the head's parameters.
     head: str = "classifier"
-    # Batch normalisation keeps the statistics of the base: averages of those of several experts fit no data at all.
+    # Batch normalisation keeps the statistics of the base: averaged statistics of several experts fit no data at all.
     fixed_statistics: bool = False
 
 
 def data_folder(kind: str) -> Path:
-    """Where the tasks of a kind ("text" or "image") are: in the folder that the environment variable RETEX_DATA names,
-    else in the shared data beside the repository, else the shipped ones."""
+    """Return the folder of the tasks of a kind ("text" or "image").
+
+    This is the folder that the environment variable RETEX_DATA names, else the shared data beside the repository, else
+    the shipped tasks.
+    """
     if "RETEX_DATA" in os.environ:
         return Path(os.environ["RETEX_DATA"]) / kind
     beside = DATA.parents[2] / "shared" / "data" / kind
@@ -79,7 +82,7 @@ def data_folder(kind: str) -> Path:
 
 
 def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
-    """The command line of an example."""
+    """Parse the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--work-dir", type=Path, default=Path(work_dir), help="where everything is written")
     parser.add_argument("--rank", type=int, help="rank of the recovery; default: the example's own")
@@ -93,7 +96,7 @@ def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
 
 
 def quiet() -> None:
-    """Loading bars and "newly initialised head" warnings of a dozen models would hide the results."""
+    """Silence loading bars and "newly initialised head" warnings of a dozen models, which would hide the results."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -108,7 +111,7 @@ def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
 
 
 def similar_length_batches(inputs: Sequence[Any], size: int, rng: random.Random) -> list[list[int]]:
-    """Random batches whose members have about the same length, so that little of a batch is padding."""
+    """Return random batches of inputs of similar length, so that little of a batch is padding."""
     order = list(range(len(inputs)))
     rng.shuffle(order)
     batches = []
@@ -139,7 +142,7 @@ def descend(
     settings: Training,
     loss_of: Callable[[list[int]], Tensor],
 ) -> None:
-    """Lower a loss over batches of training rows, given by their numbers; `groups` are the optimiser's parameters."""
+    """Minimise a loss over batches of training rows, given by number; `groups` are the optimiser's parameters."""
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     rng = random.Random(0)
     batches = [
@@ -167,7 +170,7 @@ def descend(
 def train_experts(
     tasks: Sequence[Task], work: Path, seconds: dict[str, float], fine_tune: Callable[[Task, Path], None]
 ) -> None:
-    """Train the experts that an earlier run has not left in the work dir."""
+    """Train the experts that the work dir does not hold yet."""
     with timed(seconds, "fine-tune experts"):
         for task in tasks:
             folder = work / "experts" / task.name
@@ -178,11 +181,11 @@ def train_experts(
 
 
 def split_validation(task: Task, share: float = 0.2) -> tuple[Task, Task]:
-    """Split the training part of a task: what is left to train on, and a share kept out of it for choosing settings.
+    """Split the training part of a task: rows to train on, and a share held out for choosing settings.
 
-    The first task keeps the test part. The second has the share as both its parts, so that it can stand wherever a task
-    is fitted on unlabelled inputs or evaluated without the test part being seen. The split depends on the number of
-    inputs alone: whoever calls this for a task gets the same one.
+    The first task keeps the test part. The second has the share as both its parts, so that it can be used for fitting
+    on unlabelled inputs or for evaluation without showing the test part. The split depends only on the number of
+    inputs, so all callers get the same one.
     """
     order = list(range(len(task.train_inputs)))
     random.Random(0).shuffle(order)
@@ -205,14 +208,14 @@ def split_validation(task: Task, share: float = 0.2) -> tuple[Task, Task]:
 
 
 def reference_inputs(task: Task, count: int) -> list[Any]:
-    """Training inputs to know the task by; drawn at random, because a set may be sorted by class."""
+    """Draw training inputs of a task at random, because a set may be sorted by class."""
     inputs = list(task.train_inputs)
     return random.Random(0).sample(inputs, min(count, len(inputs)))
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder that appears under its name only when it is complete: an interrupted run leaves no half model."""
+    """Yield a folder that appears under its name only when complete: an interrupted run leaves no half model."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -222,7 +225,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @torch.inference_mode()
 def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: str | None) -> float:
-    """Share of the test inputs of a task whose largest logit is the right class; a name shows a progress bar."""
+    """Return the share of a task's test inputs whose largest logit is the right class; a name shows a progress bar."""
     right = 0
     for start in tqdm(range(0, len(task.test_inputs), EVALUATION_BATCH), desc=name, unit="batch", disable=name is None):
         rows = slice(start, start + EVALUATION_BATCH)
@@ -232,10 +235,13 @@ def accuracy(forward: Callable[..., Any], task: Task, collate: Collate, name: st
 
 
 def accuracy_on_mixed_stream(model: RetexModel, tasks: Sequence[Task], collate: Collate) -> dict[str, dict[str, float]]:
-    """One shuffled stream of all tests: `task_given`, `task_unknown` (a row counts only if both its task and its class
-    are right) and `identification`, per task."""
+    """Evaluate one shuffled stream of all tests.
+
+    Return `task_given`, `task_unknown` (a row counts only if both its task and its class are right) and
+    `identification`, per task.
+    """
     method = Retex(model=model)
-    # A finished model has nothing left to see.
+    # A finished model needs no material.
     method.fit(Material(base=None, experts={}, train={}, validation={}, collate=collate, readout=Classifier()))
     tests = [TaskData(task.name, task.test_inputs, task.test_labels, task.label_names) for task in tasks]
     scores = evaluate_method(method, tests, collate, modes=("known", "unknown"), batch_size=EVALUATION_BATCH).scores
@@ -255,7 +261,7 @@ def evaluate(
     collate: Collate,
     load_expert: Callable[[str], PreTrainedModel],
 ) -> dict[str, dict[str, float]]:
-    """Test accuracies per task: of its expert, of the merged model, and of ReTeX told and not told the task."""
+    """Return test accuracies per task: of its expert, the merged model, and ReTeX with the task given and unknown."""
     results = accuracy_on_mixed_stream(model, tasks, collate)
     for task in tasks:
 
@@ -270,12 +276,12 @@ def evaluate(
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of a folder on disk."""
+    """Return the size of a folder on disk."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def summarise(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The mean over tasks, and the mean over tasks of each method relative to the individual expert."""
+    """Return the mean over tasks, and the mean over tasks of each method relative to the individual expert."""
     rows = list(results.values())
     accuracies = [column for column in COLUMNS if column != "identification"]
     return {
@@ -287,7 +293,7 @@ def summarise(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as one table, followed by storage and time."""
+    """Format the report as one table, followed by storage and time."""
     rows = {**report["tasks"], **report["summary"]}
     lines = ["| task | " + " | ".join(COLUMNS.values()) + " |", "|---" + "|---:" * len(COLUMNS) + "|"]
     for name, row in rows.items():
@@ -307,7 +313,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds."""
+    """Read a JSON file."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -335,7 +341,7 @@ def write_report(work: Path, model: RetexModel, results: dict[str, Any], seconds
 
 
 def evaluate_in_fresh_process(script: str, work: Path, seconds: dict[str, float]) -> None:
-    """Start the script again on what it saved: nothing but the files on disk reaches the evaluation."""
+    """Run the script again in a new process, so that the evaluation uses nothing but the saved files."""
     write_json(work / SECONDS, seconds)
     child = subprocess.run([sys.executable, script, "--evaluate-only", "--work-dir", str(work)], check=False)
     sys.exit(child.returncode)

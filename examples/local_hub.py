@@ -1,17 +1,17 @@
-"""A Hugging Face Hub in a folder, over HTTP on this machine: to try sharing without an account, and to test it.
+"""A local Hugging Face Hub in a folder, served over HTTP, to try and to test sharing without an account.
 
     python examples/local_hub.py hub-folder --port 8642
 
-In another terminal, everything that uses the Hub uses this one:
+In another terminal, direct clients of the Hub to it:
 
     export HF_ENDPOINT=http://127.0.0.1:8642 HF_TOKEN=hf_local
     retex push retex-quickstart me/retex-quickstart --private
     retex predict me/retex-quickstart --text "book a table for two"
 
-It answers what huggingface_hub's client asks to create model repositories, to commit, to branch, to open pull requests
-and to download: repositories keep their whole history in the folder. Without a token one reads public repositories;
-writing, and reading private ones, takes a token that the Hub knows. Files travel inside commits, as small files do on
-the real Hub, so a push needs memory for the files it carries.
+It serves the requests of huggingface_hub's client to create model repositories, to commit, to branch, to open pull
+requests and to download. Repositories keep their whole history in the folder. Public repositories can be read without a
+token; writing, and reading private ones, requires a token that the Hub knows. Files are sent inside commits, as small
+files are on the real Hub, so a push needs memory for its files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 
 
 class Refusal(Exception):
-    """An answer that is not a success; the client tells cases apart by `code`, as the Hub names them."""
+    """An error response; the client tells cases apart by `code`, as the Hub names them."""
 
     def __init__(self, status: HTTPStatus, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -68,21 +68,21 @@ class Repository:
         return cls(folder, **json.loads((folder / "repo.json").read_text(encoding="utf-8")))
 
     def resolve(self, revision: str) -> str:
-        """The commit behind a branch, a pull request or a commit hash."""
+        """Return the commit of a branch, a pull request or a commit hash."""
         commit = self.refs.get(revision, revision)
         if commit not in self.commits:
             raise Refusal(HTTPStatus.NOT_FOUND, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
     def files(self, revision: str) -> dict[str, str]:
-        """`{path: blob}` at a revision."""
+        """Return `{path: blob}` at a revision."""
         return self.commits[self.resolve(revision)]["files"]
 
     def blob(self, oid: str) -> Path:
         return self.folder / "blobs" / oid
 
     def commit(self, changes: Mapping[str, bytes | None], message: str, ref: str, parent: str | None = None) -> str:
-        """Commit contents (None deletes) on top of `parent` (default: where `ref` is), and move `ref` there."""
+        """Commit contents (None deletes) on top of `parent` (default: the head of `ref`), and move `ref` there."""
         parent = parent or self.refs.get(ref)
         files = dict(self.commits[parent]["files"]) if parent else {}
         for path, content in changes.items():
@@ -104,18 +104,18 @@ class Repository:
         scratch.replace(self.folder / "repo.json")
 
     def _store(self, content: bytes) -> str:
-        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's own name for it
+        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's own hash of a blob
         if not self.blob(oid).exists():
             self.blob(oid).write_bytes(content)
         return oid
 
 
 class LocalHub:
-    """The Hub in a folder. As a context manager it serves from a thread of its own.
+    """The Hub in a folder. As a context manager, it serves from a thread of its own.
 
     Args:
-        folder: Where repositories are kept; what is there already is served.
-        port: 0 takes a free one; see `endpoint`.
+        folder: Folder of the repositories; existing ones are served.
+        port: Port to listen on; 0 takes a free one, see `endpoint`.
         tokens: `{token: "write" or "read"}`; all belong to the user `me`, who may write to every namespace.
         log: Called with a line per request.
     """
@@ -135,7 +135,7 @@ class LocalHub:
 
     @property
     def endpoint(self) -> str:
-        """What `HF_ENDPOINT` must be."""
+        """Return the value for `HF_ENDPOINT`."""
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> LocalHub:
@@ -161,7 +161,7 @@ class LocalHub:
         return Repository.create(self.folder / repo_id, private)
 
     def put(self, repo_id: str, content: Mapping[str, bytes | None] | Path, message: str = "put") -> str:
-        """Commit files (or those of a folder) without the client; the repository is created if need be."""
+        """Commit files (or those of a folder) without the client; create the repository if it does not exist."""
         if isinstance(content, Path):
             found = sorted(file for file in content.rglob("*") if file.is_file())
             content = {file.relative_to(content).as_posix(): file.read_bytes() for file in found}
@@ -171,12 +171,12 @@ class LocalHub:
             return repository.commit(content, message, MAIN)
 
     def files(self, repo_id: str, revision: str = MAIN) -> dict[str, bytes]:
-        """What a repository holds at a revision."""
+        """Return the contents of a repository's files at a revision."""
         repository = self.repository(repo_id)
         return {path: repository.blob(oid).read_bytes() for path, oid in repository.files(revision).items()}
 
     def messages(self, repo_id: str, revision: str = MAIN) -> list[str]:
-        """The commits that lead to a revision, oldest first."""
+        """Return the messages of the commits that lead to a revision, oldest first."""
         repository, messages = self.repository(repo_id), []
         commit: str | None = repository.resolve(revision)
         while commit is not None:
@@ -190,7 +190,7 @@ class Handler(BaseHTTPRequestHandler):
 
     hub: LocalHub
     protocol_version = "HTTP/1.1"
-    # Headers and body are sent apart; Nagle's algorithm would hold the second back for 40 ms.
+    # Headers and body are sent separately; Nagle's algorithm would delay the second by 40 ms.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -234,7 +234,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(HTTPStatus.FORBIDDEN, "you must use a write token")
 
     def _repository(self, repo_id: str) -> Repository:
-        """What the caller may read; others are told that it does not exist."""
+        """Return a repository that the caller may read; report others as missing."""
         try:
             repository = self.hub.repository(repo_id)
         except KeyError:
@@ -253,7 +253,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send_json({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": token})
 
     def validate_yaml(self) -> None:
-        """The metadata of a card must be a mapping; the real Hub looks closer."""
+        """Check that the metadata of a card is a mapping; the real Hub checks more."""
         found = FRONT_MATTER.match(json.loads(self.body)["content"])
         try:
             valid = found is None or isinstance(yaml.safe_load(found[1]), dict)
@@ -434,7 +434,7 @@ def _describe(repository: Repository, path: str, oid: str) -> dict[str, Any]:
     return {"type": "file", "path": path, "size": repository.blob(oid).stat().st_size, "oid": oid}
 
 
-# Revisions with a slash in their name come quoted, so one segment of the path is one revision.
+# Revisions with a slash in their name are URL-quoted, so one segment of the path is one revision.
 _MODEL, _PART = r"/api/models/([^/]+/[^/]+)", r"([^/]+)"
 ROUTES: list[tuple[tuple[str, ...], re.Pattern[str], Callable[..., None]]] = [
     (methods, re.compile(pattern), handle)

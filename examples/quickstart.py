@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Offline, on a CPU, in a few minutes. The base is MiniLM-L6 (22M parameters), the tasks are four real text
+Runs offline, on a CPU, in a few minutes. The base is MiniLM-L6 (22M parameters), the tasks are four real text
 classification sets (see data/README.md). A second run reuses the experts of the first.
 """
 
@@ -46,7 +46,7 @@ TASKS = {
 }
 MAX_TOKENS = 64
 RANK = 64
-# Recovering the embeddings would take half of the storage, and the experts do as well on the merged ones.
+# Recovering the embeddings would take half of the storage, and the experts do as well with the merged ones.
 EXCLUDE = ["*embeddings*"]
 REFERENCE_INPUTS = 64
 
@@ -61,7 +61,7 @@ def fetch_base(folder: Path) -> None:
 
 
 def load_task(name: str, data: Path = DATA / "text") -> Task:
-    """A text task from a folder of tasks; by default one of those that ship with the examples."""
+    """Load a text task from a folder of tasks; default: those that ship with the examples."""
     folder = data / name
     columns = []
     for split in ("train", "test"):
@@ -75,7 +75,7 @@ def load_task(name: str, data: Path = DATA / "text") -> Task:
 
 
 def text_collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-    """Tokenise a list of texts and pad it to its own longest member."""
+    """Return a function that tokenises a list of texts and pads it to its longest member."""
 
     def collate(texts: list[str]) -> dict[str, torch.Tensor]:
         return dict(tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"))
@@ -91,7 +91,7 @@ def fine_tune_expert(base: Path, task: Task, settings: Training, folder: Path) -
         base,
         id2label=dict(enumerate(task.label_names)),
         label2id={label: i for i, label in enumerate(task.label_names)},
-        # So few steps cannot overfit much, and without dropout they are faster.
+        # So few steps hardly overfit, and are faster without dropout.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -102,7 +102,7 @@ def fine_tune_expert(base: Path, task: Task, settings: Training, folder: Path) -
 
 
 def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[str, float]) -> None:
-    """Experts in, one artifact out."""
+    """Build one artifact from the experts."""
     with timed(seconds, "build"):
         experts = {task.name: work / "experts" / task.name for task in tasks}
         config = RetexConfig(rank=rank, exclude=EXCLUDE, num_reference=REFERENCE_INPUTS)
@@ -115,7 +115,7 @@ def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[st
 
 
 def use(tasks: list[Task], work: Path) -> None:
-    """Load the artifact, let it answer without being told the task, and test it against the experts."""
+    """Load the artifact, answer inputs of unknown task, and test it against the experts."""
     seconds = read_json(work / SECONDS)
     with timed(seconds, "load"):
         model = RetexModel.from_pretrained(work / "retex")

@@ -2,9 +2,9 @@
 
     python examples/quickstart_images.py
 
-Offline, on a CPU, in a few minutes. No pre-trained vision model can be had without a download, so the script first
-trains a small ResNet on all tasks together for a short while; that is the base. Its experts are then fine-tuned from
-it, one per task (see data/README.md). A second run reuses the base and the experts of the first.
+Runs offline, on a CPU, in a few minutes. Pre-trained vision models need a download, so the script first trains a small
+ResNet as the base, on all tasks together for a short while. The experts are then fine-tuned from it, one per task (see
+data/README.md). A second run reuses the base and the experts of the first.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ REFERENCE_INPUTS = 64
 
 
 def load_task(name: str) -> Task:
-    """One of the image tasks that ship with the examples."""
+    """Load one of the image tasks that ship with the examples."""
     arrays = np.load(DATA / "image" / f"{name}.npz")
     columns = [arrays["train_x"], arrays["train_y"].tolist(), arrays["test_x"], arrays["test_y"].tolist()]
     return Task(name, read_json(DATA / "image" / f"{name}.json"), *columns)
 
 
 def all_in_one(tasks: list[Task]) -> Task:
-    """All tasks as one, with every class of every task."""
+    """Join all tasks into one, with every class of every task."""
     label_names, train_labels, test_labels = [], [], []
     for task in tasks:
         train_labels += [len(label_names) + label for label in task.train_labels]
@@ -71,17 +71,17 @@ def all_in_one(tasks: list[Task]) -> Task:
     return Task("all tasks together", label_names, train_inputs, train_labels, test_inputs, test_labels)
 
 
-# What `collate` does, in the form that travels with a model, and that also takes larger images.
+# Same as `collate`, in a form that is saved with a model and also takes larger images.
 PROCESSOR = ViTImageProcessor(size={"height": 28, "width": 28}, rescale_factor=1 / 255, do_normalize=False)
 
 
 def collate(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Grey images of 28 x 28 bytes as one batch of values between 0 and 1."""
+    """Batch grey images of 28 x 28 bytes as values between 0 and 1."""
     return {"pixel_values": torch.from_numpy(np.stack(images)).unsqueeze(1) / 255}
 
 
 def train_base(tasks: list[Task], folder: Path) -> None:
-    """Train the base from scratch; its body is kept, its head over all classes is not."""
+    """Train the base from scratch; keep its body, drop its head over all classes."""
     torch.manual_seed(0)
     together = all_in_one(tasks)
     model = ResNetForImageClassification(ResNetConfig(**NETWORK, num_labels=len(together.label_names)))
@@ -105,7 +105,7 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
 
 
 def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[str, float]) -> None:
-    """Experts in, one artifact out."""
+    """Build one artifact from the experts."""
     with timed(seconds, "build"):
         experts = {task.name: work / "experts" / task.name for task in tasks}
         model = RetexModel.from_experts(base, experts, RetexConfig(rank=rank, num_reference=REFERENCE_INPUTS))
@@ -127,7 +127,7 @@ def use(tasks: list[Task], work: Path) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a network gains little from more, and loses much where cores are shared
+    torch.set_num_threads(1)  # so small a network gains little from more threads, and loses much on shared cores
     arguments = parse_arguments("ReTeX on four image tasks, from training to evaluation.", "retex-quickstart-images")
     work = arguments.work_dir
     tasks = [load_task(name) for name in TASKS]

@@ -6,10 +6,10 @@
 
 This is `retex build` on several processes, followed by figures, evaluation and upload. A recipe is a YAML file; every
 key and every field of its sections `config` (RetexConfig) and `training` (TrainingConfig) is also a flag, and flags
-win. With `data`, signatures are fitted and the model is evaluated beside its experts.
-`--multi_gpu` starts several processes on CPUs too (then with `--cpu` after the script's name, where there are GPUs that
-should not be used); `accelerate launch --cpu` starts one, whatever number is asked for.
-Paths in a recipe are relative to the current folder; models and data may be local or on the Hub.
+override it. With `data`, signatures are fitted and the model is evaluated beside its experts. `--multi_gpu` also starts
+several processes on CPUs (put `--cpu` after the script's name to leave existing GPUs unused); `accelerate launch --cpu`
+always starts one process. Paths in a recipe are relative to the current folder; models and data may be local or on the
+Hub.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TrainOptions(BuildOptions):
 
     Args:
         recipe: YAML file to start from.
-        experts: An expert: a folder, a Hub id, or a PEFT adapter of either kind. Once per task.
-        data: Data of a task: a folder with train.* and test.* files, or a Hub id. Once per task.
+        experts: An expert: a folder, a Hub id, or a PEFT adapter of either kind. Repeat for each task.
+        data: Data of a task: a folder with train.* and test.* files, or a Hub id. Repeat for each task.
     """
 
     EXAMPLES = """
@@ -74,7 +74,7 @@ def run(recipe: Recipe) -> None:
 
 
 def finish(model: RetexModel, recipe: Recipe) -> None:
-    """What one process does alone: pictures, evaluation, upload."""
+    """Draw figures, evaluate and upload, on one process."""
     draw(model, recipe)
     if recipe.data:
         evaluate(model, recipe)
@@ -84,7 +84,7 @@ def finish(model: RetexModel, recipe: Recipe) -> None:
 
 
 def draw(model: RetexModel, recipe: Recipe) -> None:
-    """The pictures, beside the artifact."""
+    """Draw the figures and save them beside the artifact."""
     analysis = analyse(model, recipe.experts) if recipe.analyse else None
     save_figures(
         recipe.output_dir,
@@ -96,7 +96,7 @@ def draw(model: RetexModel, recipe: Recipe) -> None:
 
 
 def evaluate(model: RetexModel, recipe: Recipe) -> None:
-    """The experts, the merged model and ReTeX on the test parts; kept in the artifact and printed."""
+    """Evaluate experts, merged model and ReTeX on the test parts; store the figures in the artifact and print them."""
     preprocessor = preprocessor_of(model, recipe.max_length)
     labels = {task: list(described["id2label"].values()) for task, described in model.retex_config.labels.items()}
     tests = [

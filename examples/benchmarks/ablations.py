@@ -1,4 +1,4 @@
-"""What each choice in ReTeX is worth: one axis of choices at a time, on the experts of a recipe.
+"""Ablations of ReTeX: one axis of design choices at a time, on the experts of a recipe.
 
     python examples/benchmarks/ablations.py --recipe examples/recipes/experiments/vision8.yaml --only rank
 
@@ -11,9 +11,9 @@ Axes (`--only` picks those whose name contains its text; all of them by default)
     seeds      reference inputs drawn by other seeds
 
 Every axis writes `ablation_<axis>.{json,md,png}`. Normalised accuracy is relative to the individual experts: with the
-task known, and where the choice changes the model that tasks are identified with also unknown. Storage is the
-recovery's share of all experts' bytes. The exact solution has no random start: seeds move only the choice of reference
-inputs. 100 test rows per task are used unless `--rows` says otherwise.
+task known, and also unknown where the choice changes the model that identifies tasks. Storage is the recovery's share
+of all experts' bytes. The exact solution has no random start: seeds change only the choice of reference inputs. 100
+test rows per task are used unless `--rows` says otherwise.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ STORAGE = "storage"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of an axis: its line, its place on the line, and what is built there.
+    """One point of an axis: its line, its position on the line, and the model to build.
 
     Args:
-        line: Which line of the figure it is on.
-        x: Its place; on an axis by storage that is measured, and `x` is what it is called.
-        options: Fields of `RetexConfig`, over those of the recipe.
-        tasks: How many tasks; default: all.
+        line: Line of the figure that it is on.
+        x: Its position; on an axis by storage the position is measured, and `x` is its name.
+        options: Fields of `RetexConfig` that override those of the recipe.
+        tasks: Number of tasks; default: all.
         training: Fields of `TrainingConfig`, for points that are trained; default: the exact solution.
-        seed: Of the reference inputs.
-        routed: Whether to measure also with the task unknown.
+        seed: Seed of the reference inputs.
+        routed: Whether to measure with the task unknown too.
     """
 
     line: str
@@ -86,13 +86,13 @@ class Point:
 
     @property
     def built(self) -> dict[str, Any]:
-        """What is measured, whatever an axis calls it."""
+        """Return what the measurement depends on, independent of the axis."""
         return {key: getattr(self, key) for key in ("options", "tasks", "training", "seed", "routed")}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A choice: what it is called, what stands below the figure, and its points."""
+    """An axis of choices: its name, the label below the figure, and its points."""
 
     title: str
     xlabel: str
@@ -101,13 +101,13 @@ class Axis:
 
 
 def with_ranks(line: str, options: dict[str, Any], ranks: Sequence[int] = RANKS, **others: Any) -> list[Point]:
-    """A line of growing rank."""
+    """Return a line of points of growing rank."""
     return [Point(line, rank, {**options, "rank": rank}, **others) for rank in ranks]
 
 
 def merge_axis(study: Study, merges: dict[str, Any]) -> Axis:
     points = [point for name, merge in merges.items() for point in with_ranks(name, {"merge": merge}, FEW_RANKS)]
-    # Which task a row is taken for depends on the merged model alone, not on the rank.
+    # Identification depends only on the merged model, not on the rank.
     points = [replace(point, routed=point.x == FEW_RANKS[-1]) for point in points]
     return Axis("Base merge", "rank", points)
 
@@ -151,7 +151,7 @@ def layers_axis(study: Study) -> Axis:
 
 
 def objective_axis(study: Study) -> Axis:
-    """On task arithmetic: with the average all mixtures have the optimum of single tasks."""
+    """Return the axis of objectives, on task arithmetic: the average has one optimum for mixtures and single tasks."""
     points = [
         point for name, options in SAMPLERS.items() for point in with_ranks(name, {**ARITHMETIC, **options}, (8, 32))
     ]
@@ -179,7 +179,7 @@ def seeds_axis(study: Study) -> Axis:
 
 
 def measure(study: Study, point: Point) -> Evaluation:
-    """Build what a point says and test it."""
+    """Build the model of a point and test it."""
     study = study if point.tasks is None else study.subset(point.tasks)
     study = study.with_seed(point.seed) if point.seed else study
     solver = {"solver": "closed_form"} if point.training is None else {
@@ -197,12 +197,12 @@ def measure(study: Study, point: Point) -> Evaluation:
 
 
 def _compatible(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A point that names a rank is not under the recipe's budget."""
+    """Drop the recipe's budget for a point that names a rank."""
     return {"rank_budget": None, **options} if "rank" in options and "rank_budget" in config else options
 
 
 def measure_axis(study: Study, work: Path, axis: Axis) -> list[dict[str, Any]]:
-    """One record per point of an axis; what an earlier run or another axis has measured is not measured again."""
+    """Return one record per point of an axis; reuse results of earlier runs and other axes."""
     cells: dict[str, tuple[Any, Callable[[], Any]]] = {}
     for count in dict.fromkeys(point.tasks for point in axis.points):
         part = study if count is None else study.subset(count)
@@ -218,7 +218,7 @@ def _experts(tasks: int | None) -> str:
 
 
 def as_record(point: Point, found: Evaluation, experts: Evaluation) -> dict[str, Any]:
-    """What a table says of a point."""
+    """Return the table entries of a point."""
     is_routed = "unknown" in found.scores
     return {
         "line": point.line,
@@ -232,7 +232,7 @@ def as_record(point: Point, found: Evaluation, experts: Evaluation) -> dict[str,
 
 
 def as_markdown(axis: Axis, records: Sequence[dict[str, Any]]) -> str:
-    """The table of an axis."""
+    """Format the table of an axis."""
     columns = ["", "setting" if axis.xlabel == STORAGE else axis.xlabel, "task known", "task unknown", "identified"]
     rows = [
         [r["line"], r["x"], r["known"], r["unknown"], r["identified"], f"{r['storage']:.1%}", r["relative_error"]]
@@ -250,7 +250,7 @@ def as_markdown(axis: Axis, records: Sequence[dict[str, Any]]) -> str:
 
 
 def as_figure(axis: Axis, records: Sequence[dict[str, Any]]) -> Figure:
-    """Normalised accuracy along the axis, one line per choice; a second panel where every point was routed."""
+    """Plot normalised accuracy along the axis, one line per choice; add a second panel if every point was routed."""
     x = STORAGE if axis.xlabel == STORAGE else "x"
     modes = ["known"] + (["unknown"] if all(r["unknown"] is not None for r in records) else [])
     panels = {}
@@ -283,7 +283,7 @@ NAMES = ("merge", *AXES, "adam")
 
 
 def chosen_axes(study: Study, work: Path, only: str | None, steps: int, merges: Sequence[str]) -> dict[str, Axis]:
-    """The axes whose names contain a text; learned merges are learned only where they are needed."""
+    """Return the axes whose names contain a text; learn only the merges that they need."""
     names = [name for name in NAMES if only is None or only in name]
     if not names:
         raise ConfigError(f"There is no axis with {only!r} in its name; the axes are {', '.join(NAMES)}.")

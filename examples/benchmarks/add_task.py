@@ -1,11 +1,10 @@
-"""One more task for a finished artifact, without the other experts, against a build from all of them.
+"""Adding a task to a finished artifact, without the other experts, against a build from all of them.
 
     python examples/benchmarks/add_task.py               # --work-dir retex-quickstart --task snips
 
-The artifact is built from all experts of the text quickstart but one, which is then added: within the error that the
-others have, without any more rank, and exactly. Accuracy is with the task given; tasks are identified from reference
-inputs. Only the merge of a build from all experts knows the new one. Trains the experts first where no quickstart has
-run.
+The artifact is built from all experts of the text quickstart but one, which is then added: within the error of the
+others, without raising the rank, and exactly. Accuracy is with the task given; tasks are identified from reference
+inputs. Only a build from all experts has the new one in its merge. Trains the experts first if no quickstart has run.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ HOW = {"within the others' error": None, "no more rank": 1.0, "exactly": 0.0}
 
 
 def known_accuracy(model: RetexModel, suite: Suite, tasks: list[Task]) -> float:
-    """Mean accuracy over some tasks, task given."""
+    """Return the mean accuracy over some tasks, with the task given."""
     found = [accuracy(lambda t=task, **x: model(**x, task=t.name), task, suite.collate, None) for task in tasks]
     return sum(found) / len(found)
 
 
 def describe(model: RetexModel, suite: Suite, new: Task) -> list[str]:
-    """Accuracy of one task and of the others, identification, and the size of the recovery."""
+    """Return accuracy of one task and of the others, identification, and the size of the recovery."""
     others = [task for task in suite.tasks if task is not new]
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.recovery.parameters())
     figures = (known_accuracy(model, suite, [new]), known_accuracy(model, suite, others), identified(model, suite))

@@ -1,4 +1,4 @@
-"""One rank everywhere against rank by budget, at the same storage, on the experts of the quickstart.
+"""Uniform rank against rank by budget, at the same storage, on the experts of the quickstart.
 
     python examples/quickstart.py                 # trains the experts, once
     python examples/benchmarks/budget.py          # --ranks 4 8 16 32 64

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/build.py --mergekit mergekit-yaml        # --folder retex-build --rank 256
 
-Each line is one command in a process of its own, start to end. Anonymous memory (RssAnon) is what the process holds
-besides mapped files, at its peak; the level after the imports is the part that no build can avoid. mergekit only
-merges: there is no recovery to solve for. Give its command with --mergekit to have it beside.
+Each line is one command in a process of its own, start to end. Anonymous memory (RssAnon) is the peak of the process's
+memory without mapped files; the level after the imports is the lower bound of any build. mergekit only merges: it
+solves for no recovery. Give its command with --mergekit to compare with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TASKS = [f"task-{index}" for index in range(8)]
 
 @dataclass
 class Run:
-    """What a command took: seconds, and its peak of anonymous memory in bytes."""
+    """Cost of a command: seconds, and its peak of anonymous memory in bytes."""
 
     seconds: float
     memory: int
@@ -34,7 +34,7 @@ class Run:
 
 
 def measure(command: list[str]) -> Run:
-    """Run a command to its end, watching its memory."""
+    """Run a command to its end, and watch its memory."""
     started = time.perf_counter()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -50,16 +50,16 @@ def measure(command: list[str]) -> Run:
 
 
 def anonymous(process: int | str = "self") -> int:
-    """Bytes of a process that no file holds."""
+    """Return the anonymous memory of a process in bytes."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
 def build(folder: Path, rank: int) -> None:
-    """The build itself; prints its share of the time, and the memory before it."""
+    """Build, and print the time of the build alone and the memory before it."""
     from retex_hf import RetexConfig
     from retex_hf.build.build import build_folder
 
@@ -70,7 +70,7 @@ def build(folder: Path, rank: int) -> None:
 
 
 def mergekit_recipe(folder: Path) -> Path:
-    """The mean of all experts, as mergekit wants to be asked for it."""
+    """Write mergekit's configuration for the mean of all experts."""
     models = [{"model": str(folder / "experts" / task), "parameters": {"weight": 1 / len(TASKS)}} for task in TASKS]
     path = folder / "mergekit.yaml"
     path.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "float32"}))

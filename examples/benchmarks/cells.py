@@ -1,4 +1,4 @@
-"""Cells of a table, each computed once: an interrupted run goes on where it stopped, a changed setting starts anew."""
+"""Cells of a table, each computed once: an interrupted run resumes, and changed settings are computed anew."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def run_cells(
     only: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Values of cells, in their order: read where an earlier run has left them, else computed and stored.
+    """Return the values of cells, in their order; read them from an earlier run, else compute and store them.
 
     Args:
-        folder: Where finished cells are kept, one JSON file each.
+        folder: Folder of finished cells, one JSON file each.
         cells: `{key: function}`; a function returns plain JSON values.
-        identity: What the values depend on beside the key (the recipe, the settings), as plain JSON values. A file of
-            another identity is not used.
-        built: `{key: what this cell alone depends on}`, likewise.
-        only: Compute only cells whose key contains this; others are in the result only where they are finished.
-        progress: Show a bar.
+        identity: Everything that the values depend on beside the key (the recipe, the settings), as plain JSON values.
+            A file with another identity is not used.
+        built: `{key: values}` that only this cell depends on, likewise.
+        only: Compute only cells whose key contains this text; others are returned only if they are finished.
+        progress: Show a progress bar.
     """
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {}
@@ -47,7 +47,8 @@ def run_cells(
             values[key] = json.loads(file.read_text(encoding="utf-8"))["value"]
         elif only is None or only in key:
             text = json.dumps({"key": key, "identity": depends, "value": compute()}, allow_nan=False)
-            # Under its name only when it is whole; and a value read is the value computed, as JSON has it.
+            # Rename when complete, so that no partial file is read; decode the JSON, so that values are the same in
+            # every run.
             partial = file.with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
             partial.rename(file)
@@ -56,7 +57,7 @@ def run_cells(
 
 
 def cell_name(key: str, identity: Any) -> str:
-    """File name of a cell: readable, and different wherever key, identity or the library's version differ."""
+    """Return a readable file name of a cell that depends on key, identity and the library's version."""
     text = json.dumps([retex_hf.__version__, key, identity], sort_keys=True)
     readable = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")[:60]
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

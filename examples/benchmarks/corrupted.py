@@ -1,12 +1,12 @@
-"""Corrupted images: is the task still known, and is the answer still right?
+"""Identification and accuracy on corrupted images.
 
     python examples/benchmarks/corrupted.py --recipe examples/recipes/experiments/vision8.yaml --severities 1 3 5
 
-Test images are corrupted, everything else (merging, recovery, reference inputs) is as for clean ones. For ReTeX the
-table has the identification of the task, the accuracy with oracle routing and the accuracy with the task unknown; for
-the merged models the accuracy under the head given, as in the paper, and with the head chosen. The recipe's methods
-take the place of the merged models where it names some. Writes `corrupted.{json,md,png}`. 50 test rows per task are
-used unless `--rows` says otherwise. `--only` computes only cells (method, kind, severity) with that text in their name.
+Only test images are corrupted; merging, recovery and reference inputs use clean ones. For ReTeX the table has the
+identification of the task, the accuracy with oracle routing and the accuracy with the task unknown; for the merged
+models the accuracy under the given head, as in the paper, and with the head chosen. Methods that the recipe names
+replace the merged models. Writes `corrupted.{json,md,png}`. 50 test rows per task are used unless `--rows` says
+otherwise. `--only` computes only cells (method, kind, severity) with that text in their name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MERGED = ("average", "AdaMerging")
 
 
 def corrupted_task(data: TaskData, kind: str, severity: int, seed: int) -> TaskData:
-    """A task whose images are corrupted, each by its own chance; arrays stay arrays and pictures pictures."""
+    """Return a task with corrupted images, each with its own random draw; arrays stay arrays and pictures pictures."""
     inputs = []
     for row, image in enumerate(data.inputs):
         picture = isinstance(image, Image.Image)
@@ -49,14 +49,14 @@ def corrupted_task(data: TaskData, kind: str, severity: int, seed: int) -> TaskD
 
 
 class Fitted:
-    """Methods, fitted when first asked for; only the latest is kept, because cells come method by method."""
+    """Methods, fitted on first use; only the latest is kept, because cells are ordered by method."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
         self._latest: tuple[MethodSpec, Method] | None = None
 
     def test(self, spec: MethodSpec, kind: str, severity: int) -> Evaluation:
-        """One method on one kind of test set."""
+        """Test one method on one kind of test set."""
         if self._latest is None or self._latest[0] != spec:
             method, self._latest = spec.make(), None
             method.fit(self.study.material)
@@ -68,14 +68,14 @@ class Fitted:
 
 
 def specs(study: Study, merges: Mapping[str, Any]) -> list[MethodSpec]:
-    """ReTeX, and what it is compared with: the recipe's methods, or merged models."""
+    """Return ReTeX and the methods to compare it with: the recipe's methods, or merged models."""
     default = [{"merged": {"merge": merge, "label": name}} for name, merge in merges.items()]
     others = [spec for spec in study.methods(default) if spec.name != RETEX]
     return [MethodSpec.parse({RETEX: {"label": RETEX}}, study.recipe.config), *others]
 
 
 def as_row(found: Mapping[str, Evaluation]) -> dict[str, float | None]:
-    """All figures of one test set."""
+    """Return all figures of one test set."""
     row: dict[str, float | None] = {}
     for label, evaluation in found.items():
         if label == RETEX:
@@ -123,14 +123,14 @@ def main() -> None:
 
 
 def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """One row per test set."""
+    """Format a table with one row per test set."""
     names = [name for name in records[0] if name not in ("kind", "severity")]
     rows = [[r["kind"], r["severity"] or None, *(r[name] for name in names)] for r in records]
     return "## Corrupted images\n\n" + markdown_table(["test set", "severity", *names], rows)
 
 
 def as_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel per figure of the table, a line per kind of corruption over severity; clean images are severity 0."""
+    """Plot a panel per column of the table, a line per corruption over severity; clean images are severity 0."""
     names = [name for name in records[0] if name not in ("kind", "severity") and records[0][name] is not None]
     clean, kinds = records[0], list(dict.fromkeys(r["kind"] for r in records if r["kind"] != CLEAN))
     panels = {}

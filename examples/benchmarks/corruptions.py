@@ -1,9 +1,9 @@
-"""Corrupted images: seven kinds of ImageNet-C (Hendrycks and Dietterich, 2019), rebuilt for images of 16 to 32 pixels.
+"""Image corruptions: seven kinds of ImageNet-C (Hendrycks and Dietterich, 2019), rebuilt for images of 16 to 32 pixels.
 
 `corrupt` is a pure function of the images, the kind, the severity and the seed. The severities are those of the
-authors' CIFAR-10-C, which is as small as our tasks. One seed draws one noise for all severities of a kind, so that a
-higher severity is more of the same. Two kinds differ from the original: `motion` blurs along a line of whole pixels,
-and its last three widths lie apart; `spatter` draws its drops without relief, and they cover a set share of the image.
+authors' CIFAR-10-C, whose images are as small as ours. One seed draws the same noise for all severities of a kind, so
+that a higher severity is more of the same. Two kinds differ from the original: `motion` blurs along a line of whole
+pixels, and its last three widths are distinct; `spatter` draws flat drops that cover a fixed share of the image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
-"""An image (H, W, C) of values from 0 to 1, a severity from 0 to 4, a source of chance -> an image, not yet clipped."""
+"""Maps an image (H, W, C) in [0, 1], a severity from 0 to 4 and a random generator to an image, not yet clipped."""
 
 WATER, MUD = (175 / 255, 238 / 255, 238 / 255), (63 / 255, 42 / 255, 20 / 255)
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -33,7 +33,7 @@ def corrupt(images: np.ndarray, kind: str, severity: int, seed: int) -> np.ndarr
             f"Images must be uint8 of shape (N, H, W) or (N, H, W, 3), not {images.dtype} of shape {images.shape}."
         )
     result = np.empty_like(images)
-    # Each image has its own source of chance: what happens to it does not depend on how many there are.
+    # Each image has its own generator, so that its corruption does not depend on the number of images.
     for i, chance in enumerate(np.random.default_rng(seed).spawn(len(images))):
         image = images[i].reshape(*images.shape[1:3], -1) / 255
         corrupted = KINDS[kind](image, severity - 1, chance)
@@ -57,19 +57,19 @@ def motion(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.
 
 
 def impulse(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """Salt and pepper: a share of the values becomes 0 or 1."""
+    """Set a share of the values to 0 or 1 (salt and pepper)."""
     share = [0.01, 0.02, 0.03, 0.05, 0.07][severity]
     drawn, salt = chance.random(image.shape), chance.random(image.shape) < 0.5
     return np.where(drawn < share, salt, image)
 
 
 def gaussian(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """Independent normal noise on every value."""
+    """Add independent normal noise to every value."""
     return image + [0.04, 0.06, 0.08, 0.09, 0.10][severity] * chance.standard_normal(image.shape)
 
 
 def pixelate(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """Fewer pixels, blown up again, each pixel the mean of those it covers."""
+    """Reduce the resolution and scale up again, each pixel the mean of those it covers."""
     scale = [0.95, 0.9, 0.85, 0.75, 0.65][severity]
     height, width, _ = image.shape
     small = int(width * scale), int(height * scale)
@@ -82,7 +82,7 @@ def pixelate(image: np.ndarray, severity: int, chance: np.random.Generator) -> n
 
 
 def spatter(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """Drops on the lens: bright water up to severity 3, dark mud above."""
+    """Draw drops on the lens: bright water up to severity 3, dark mud above."""
     share = [0.03, 0.06, 0.10, 0.22, 0.32][severity]
     field = blur(chance.standard_normal(image.shape[:2]), sigma=0.8)
     drops = blur((field > np.quantile(field, 1 - share)).astype(float), sigma=0.5)[:, :, None]
@@ -93,13 +93,13 @@ def spatter(image: np.ndarray, severity: int, chance: np.random.Generator) -> np
 
 
 def contrast(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """All values nearer to the mean of their channel."""
+    """Move all values towards the mean of their channel."""
     mean = image.mean(axis=(0, 1))
     return mean + [0.75, 0.5, 0.4, 0.3, 0.15][severity] * (image - mean)
 
 
 def jpeg(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.ndarray:
-    """Stored as JPEG of low quality."""
+    """Compress as JPEG of low quality."""
     pixels = np.rint(image * 255).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if image.shape[2] == 1 else pixels).save(
@@ -109,7 +109,7 @@ def jpeg(image: np.ndarray, severity: int, chance: np.random.Generator) -> np.nd
 
 
 def blur(field: np.ndarray, sigma: float) -> np.ndarray:
-    """A two-dimensional field convolved with a Gaussian; its borders are repeated outwards."""
+    """Convolve a two-dimensional field with a Gaussian; repeat its borders outwards."""
     radius = math.ceil(3 * sigma)
     kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
     kernel /= kernel.sum()

@@ -1,11 +1,12 @@
-"""What an answer costs: time and memory of every system, relative to one static merged model.
+"""Time and memory of every system, relative to one static merged model.
 
     python examples/benchmarks/cost_table.py --recipe examples/recipes/experiments/shipped-text.yaml
     python examples/benchmarks/cost_table.py --recipe examples/recipes/experiments/vision8.yaml --threads 2 --repeats 9
 
-Writes `cost_table.json`, `.md` and `.png` into the work dir. Every system takes turns with the static model on the same
-mixed batches. A router costs the same however long it was trained, so routers are hardly trained here; static merges
-all cost the same, so there is one of them. Figures depend on the machine; one system is a cell, kept when it is done.
+Writes `cost_table.json`, `.md` and `.png` into the work dir. Every system alternates with the static model on the same
+mixed batches. The cost of a router does not depend on its training, so routers are hardly trained here; static merges
+all cost the same, so there is one of them. Figures depend on the machine; each system is a cell, stored when it is
+finished.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METHODS: list[dict[str, dict[str, Any]]] = [
 
 
 def measure(spec: MethodSpec, study: Study, batches: int, repeats: int) -> list[dict[str, Any]]:
-    """Costs of one method in the modes it has, after those of the static model that ran beside it."""
+    """Return the costs of one method in the modes it has, after those of the static model that ran beside it."""
     weights = expert_weights(study.material)
     static = StaticModel(weights.module(source_body(weights, "average"), study.tasks[0]), study.material.readout)
     method = spec.make()
@@ -57,7 +58,7 @@ def measure(spec: MethodSpec, study: Study, batches: int, repeats: int) -> list[
 
 
 def table(costs: Sequence[dict[str, Any]], batch_size: int, threads: int) -> str:
-    """One line per system and question."""
+    """Format a table with one line per system and mode."""
     columns = ["system", "mode", "ms per batch", "latency", "held (MB)", "added (MB)", "memory"]
     rows = [
         [
@@ -79,7 +80,7 @@ def table(costs: Sequence[dict[str, Any]], batch_size: int, threads: int) -> str
 
 
 def figure(costs: Sequence[dict[str, Any]]) -> Figure:
-    """Bars of latency and memory relative to the static model, task known and unknown side by side."""
+    """Plot bars of latency and memory relative to the static model, task known and unknown side by side."""
     names = list(dict.fromkeys(cost["method"] for cost in costs))
     drawn = Figure(figsize=(10, 0.6 + 0.36 * len(names)), layout="constrained")
     panels = {"latency": "latency_ratio", "memory": "memory_ratio"}

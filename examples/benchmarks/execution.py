@@ -1,8 +1,8 @@
-"""Is the cost model behind `execution="auto"` right? Predicted against measured times, group by group and in one pass.
+"""Check of the cost model behind `execution="auto"`: predicted against measured times, by group and in one pass.
 
     python examples/benchmarks/execution.py               # --repeats 3 --threads 2
 
-Ratios are one pass over group by group: below 1 one pass is faster. Weights are random: time does not depend on them.
+Ratios are one pass over group by group: below 1, one pass is faster. Weights are random: time does not depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retex_hf.execution import parse_task
 
 
 def bert_model() -> transformers.BertModel:
-    """A model of MiniLM's shape."""
+    """Make a model of MiniLM's shape."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
     return transformers.BertModel(transformers.BertConfig(**sizes)).eval().requires_grad_(False)
@@ -32,7 +32,7 @@ def gpt2_model() -> transformers.GPT2LMHeadModel:
 
 
 def compare(name: str, retex: RetexModel, method: str, inputs: Mapping[str, Any], rows: int, repeats: int) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     tasks = [row % len(retex.tasks) for row in range(rows)]
     call = getattr(retex, method)
 

@@ -1,4 +1,4 @@
-"""What all experiments share: a recipe becomes a study, methods are made and evaluated on it, cells are kept.
+"""Shared parts of all experiments: make a study of a recipe, make and evaluate methods on it, store cells.
 
     recipe, arguments = parse(__doc__)                     # --recipe --work-dir --rows --threads --only --mirror
     study = load(recipe, arguments.work_dir)
@@ -7,8 +7,8 @@
     evaluations = [unpack(cell) for cell in done.values()]
     write(arguments.work_dir, "main_table", {...}, markdown, figure)
 
-An experiment writes `<work>/<experiment>.json`, `.md` and `.png`. Run with the same recipe and work dir again, it
-goes on where it stopped.
+An experiment writes `<work>/<experiment>.json`, `.md` and `.png`. Run again with the same recipe and work dir, it
+resumes.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ __all__ = [
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "experiments"
 RETEX = "ReTeX"
 MODES = ("known", "unknown", "oracle")
-# An evaluation as the value of a cell, and back.
+# Convert an evaluation to the value of a cell, and back.
 pack, unpack = Evaluation.as_dict, Evaluation.from_dict
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method of a recipe: its name in the registry, its options, and what tables call it.
+    """A method of a recipe: its name in the registry, its options, and its label in tables.
 
-    `ReTeX` takes fields of `RetexConfig` as options, which go over those of the recipe. An option `label` of any method
-    is its name in the tables.
+    `ReTeX` takes fields of `RetexConfig` as options, which override those of the recipe. The option `label` of any
+    method is its name in tables.
     """
 
     name: str
@@ -79,7 +79,7 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> MethodSpec:
-        """One entry `{name: options}` of a recipe's methods."""
+        """Parse one entry `{name: options}` of a recipe's methods."""
         ((name, given),) = entry.items()
         options = dict(given)
         if name != RETEX and name not in BASELINES:
@@ -91,7 +91,7 @@ class MethodSpec:
         return cls(name, label or _baseline(name, options).name, options)
 
     def make(self) -> Method:
-        """A fresh, unfitted method."""
+        """Make a new, unfitted method."""
         if self.name == RETEX:
             return Retex(RetexConfig(**self.options), name=self.label)
         method = _baseline(self.name, self.options)
@@ -102,16 +102,16 @@ class MethodSpec:
 def _baseline(name: str, options: Mapping[str, Any]) -> Method:
     try:
         return make_baseline(name, **options)
-    except TypeError as error:  # an option that the constructor does not have
+    except TypeError as error:  # the constructor does not have the option
         raise ConfigError(f"Method {name!r}: {error}.") from None
 
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe with everything it names at hand.
+    """A recipe with everything it names loaded.
 
-    `material` is what methods are fitted on, `tests` what they are asked. `held_out` and `unseen_tests` are the same of
-    the tasks that no method may see before the test; empty unless `load` was asked for them.
+    `material` is for fitting methods, `tests` for testing them. `held_out` and `unseen_tests` are the same for the
+    tasks that no method may see before the test; empty unless `load` was asked for them.
     """
 
     recipe: Recipe
@@ -126,15 +126,15 @@ class Study:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of tasks to compare methods on, the whole suite where the recipe names none."""
+        """Return the numbers of tasks to compare methods on; all tasks if the recipe names none."""
         return self.recipe.sizes or [len(self.tasks)]
 
     def config(self, **options: Any) -> RetexConfig:
-        """The recipe's configuration of ReTeX, with other options where given."""
+        """Return the recipe's configuration of ReTeX, overridden by options."""
         return RetexConfig(**{**self.recipe.config, **options})
 
     def methods(self, default: Sequence[Mapping[str, Mapping[str, Any]]] = ()) -> list[MethodSpec]:
-        """The recipe's methods, or an experiment's own where the recipe names none."""
+        """Return the recipe's methods, or the experiment's own if the recipe names none."""
         specs = [MethodSpec.parse(entry, self.recipe.config) for entry in self.recipe.methods or default]
         labels = [spec.label for spec in specs]
         for label in labels:
@@ -143,13 +143,13 @@ class Study:
         return specs
 
     def subset(self, tasks: int | Sequence[str]) -> Study:
-        """The study of the first tasks, or of the tasks named; nothing fitted is carried over."""
+        """Return the study of the first tasks, or of the named tasks; nothing fitted is carried over."""
         names = self.tasks[:tasks] if isinstance(tasks, int) else list(tasks)
         material = _restrict(self.material, names)
         return replace(self, material=material, tests=[test for test in self.tests if test.name in names])
 
     def with_seed(self, seed: int) -> Study:
-        """The study under another seed; nothing fitted is carried over."""
+        """Return the study under another seed; nothing fitted is carried over."""
         return replace(self, material=replace(self.material, seed=seed, shared={}))
 
     def evaluate(self, method: Method, modes: Sequence[str] = MODES, *, progress: bool = False) -> Evaluation:
@@ -158,7 +158,7 @@ class Study:
         return self.test(method, modes, progress=progress)
 
     def test(self, method: Method, modes: Sequence[str] = MODES, *, progress: bool = False) -> Evaluation:
-        """Test a method that is fitted."""
+        """Test a fitted method."""
         return evaluate(
             method,
             self.tests,
@@ -170,7 +170,7 @@ class Study:
         )
 
     def identity(self, experiment: str, **options: Any) -> dict[str, Any]:
-        """What cells of this study depend on: the recipe (a cell has its own method), models, rows and seed."""
+        """Return everything that cells of this study depend on: recipe (without methods), models, rows and seed."""
         recipe = {
             key: value for key, value in self.recipe.to_dict().items() if key not in ("methods", "sizes", "seeds")
         }
@@ -189,18 +189,18 @@ class Study:
         return {"": self.material.base, **self.material.experts, **held_out}
 
     def release(self) -> None:
-        """Let go of what methods shared; a study of other tasks shares nothing with this one."""
+        """Free the objects that methods share; a study of other tasks shares nothing with this one."""
         self.material.shared.clear()
         gc.collect()
 
 
 def load(recipe: Recipe, work: Path, *, mirror: Path | None = None, with_unseen: bool = False) -> Study:
-    """Everything a recipe names; models of a local suite are made under `work` where they are missing."""
+    """Load everything a recipe names; make missing models of a local suite under `work`."""
     return as_study(recipe, *load_sources(recipe, work, mirror, with_unseen=with_unseen))
 
 
 def as_study(recipe: Recipe, sources: Sources, names: Sequence[str]) -> Study:
-    """The study of the tasks named; what else the sources have is held out."""
+    """Make the study of the named tasks; hold out all other tasks of the sources."""
     everything = Material(
         base=sources.base,
         experts=sources.experts,
@@ -221,7 +221,7 @@ def as_study(recipe: Recipe, sources: Sources, names: Sequence[str]) -> Study:
 
 
 def _version(model: str) -> list[Any] | None:
-    """What changes when a local folder gets other weights: sizes and times of its files; None for names on the Hub."""
+    """Return sizes and times of the files of a local folder, to detect other weights; None for names on the Hub."""
     files = sorted(file for file in Path(model).glob("*") if file.suffix in (".safetensors", ".bin"))
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files] or None
 
@@ -242,7 +242,7 @@ def _restrict(material: Material, tasks: Sequence[str]) -> Material:
 def parse(
     description: str, default_recipe: str = "text8.yaml", *, arguments: Sequence[str] | None = None, **flags: Any
 ) -> tuple[Recipe, argparse.Namespace]:
-    """The command line of an experiment; `flags` are further ones, `name={options of add_argument}`."""
+    """Parse the command line of an experiment; `flags` are further ones, `name={options of add_argument}`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=RECIPES / default_recipe, help="YAML file (see recipes.py)")
     parser.add_argument("--work-dir", type=Path, help="models, cells and results; default: retex-<recipe>")
@@ -260,7 +260,7 @@ def parse(
 
 
 def run(main: Any) -> None:
-    """Run an experiment's `main`; what is wrong with a recipe or its data is one sentence, not a traceback."""
+    """Run an experiment's `main`; report faults of a recipe or its data in one sentence, without a traceback."""
     try:
         main()
     except RetexError as error:
@@ -268,7 +268,8 @@ def run(main: Any) -> None:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table whose first column is text and whose others are numbers; None is an empty cell, a float has 3 digits.
+    """Format a table whose first column is text and whose others are numbers; None is an empty cell, floats have 3
+    digits.
 
     >>> print(markdown_table(["method", "accuracy"], [["average", 0.5], ["none", None]]), end="")
     | method | accuracy |
@@ -295,7 +296,7 @@ def lines_figure(
     xticks: Sequence[float] | None = None,
     log_x: bool = False,
 ) -> Figure:
-    """One panel per title, one line `(xs, ys)` per label; a label looks the same in all panels."""
+    """Plot one panel per title, one line `(xs, ys)` per label; a label looks the same in all panels."""
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure = Figure(figsize=(4.2 * len(panels) + 2.6, 3.8), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]

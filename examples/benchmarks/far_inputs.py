@@ -1,12 +1,12 @@
-"""How many rows `RetexConfig(routing={"method": "hard", "far": ...})` calls far: rows of the tasks, and of others.
+"""Share of rows that `RetexConfig(routing={"method": "hard", "far": ...})` finds out-of-distribution.
 
     python examples/quickstart.py                 # trains the experts of the text tasks, once
     python examples/quickstart_images.py          # and those of the image tasks
-    python examples/benchmarks/far_inputs.py      # --more-text FOLDER --more-images FOLDER: tasks that nobody knows
+    python examples/benchmarks/far_inputs.py      # --more-text FOLDER --more-images FOLDER: further unknown tasks
 
-Signatures know 64 reference inputs of each task; the rows are test rows. A task that is left out is left out of the
-build: the model has never seen it. For every pair of `quantile` and `slack` the table has the shares of far rows; its
-first row are false alarms. Then: what those cost.
+Rows are test rows of the model's tasks and of others. Signatures are fitted on 64 reference inputs of each task. A task
+that is left out is left out of the build: the model has never seen it. For every pair of `quantile` and `slack` the
+table has the shares of out-of-distribution rows; its first row holds false alarms, whose cost follows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ABROAD = (
 
 
 def far_share(model: RetexModel, suite: Suite, inputs: Sequence[Any]) -> list[float]:
-    """The share of rows that are far, under each pair of options."""
+    """Return the share of rows that are out-of-distribution, under each pair of options."""
     batches = [suite.collate(list(inputs[start : start + BATCH])) for start in range(0, len(inputs), BATCH)]
     nearest, tasks = torch.cat([model.identify(**batch).residuals for batch in batches]).min(1)
     shares = [nearest > model.signatures.thresholds(*options)[tasks] for options in OPTIONS]
@@ -70,7 +70,7 @@ def fitted(suite: Suite) -> RetexModel:
 
 @torch.no_grad()
 def accuracy(model: RetexModel, suite: Suite) -> float:
-    """The share of test rows whose task and class are right, in batches of all tasks."""
+    """Return the share of test rows whose task and class are right, in batches of all tasks."""
     right = []
     for row in range(0, ROWS, BATCH // len(suite.tasks)):
         rows = [

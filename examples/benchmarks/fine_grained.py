@@ -1,10 +1,10 @@
-"""Tasks that look alike: the classes of one data set dealt to disjoint groups, an expert for each group.
+"""Similar tasks: the classes of one data set split into disjoint groups, with an expert for each group.
 
     python examples/benchmarks/fine_grained.py                     # banking77 in seven groups of eleven intents
     python examples/benchmarks/fine_grained.py --recipe examples/recipes/experiments/vision8.yaml --data gtsrb
 
-Writes `fine_grained.json`, `.md` and `.png` into the work dir. All groups share one kind of input, so which group a row
-belongs to is as hard to say as its class. The recipe gives the suite and the settings; its tasks are not used. Experts
+Writes `fine_grained.json`, `.md` and `.png` into the work dir. All groups share one kind of input, so the group of a
+row is as hard to identify as its class. The recipe gives the suite and the settings; its tasks are not used. Experts
 are fine-tuned here, once.
 """
 
@@ -42,7 +42,7 @@ METHODS: list[dict[str, dict[str, Any]]] = [
 
 
 def class_groups(task: Task, count: int, seed: int = 0) -> list[Task]:
-    """The classes of a task, shuffled and dealt to `count` tasks of about one size, labels numbered anew."""
+    """Shuffle the classes of a task and deal them to `count` tasks of about equal size, with labels renumbered."""
     classes = list(range(len(task.label_names)))
     most = len(classes) // 2
     if not 2 <= count <= most:

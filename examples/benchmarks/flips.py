@@ -1,4 +1,4 @@
-"""How easily an expert changes its mind: the share of its predictions that flip when its weights are moved.
+"""Prediction-flip rates: the share of an expert's predictions that flip when its weights are moved.
 
     python examples/benchmarks/flips.py --recipe examples/recipes/experiments/text8.yaml
 
@@ -6,12 +6,12 @@ The prediction-flip rate of a task is the share of validation rows (64, or `--ro
 expert's own. Weights are moved away from the expert in three ways, all measured in one unit, the distance from the
 expert to the merged model:
 
-    random    a random direction, in every parameter as long as the difference it stands for (two directions)
+    random    a random direction, in every parameter as long as the difference it replaces (two directions)
     merged    the straight line to the merged model (the average)
-    rank      what recovery of a rank misses
+    rank      the residual of recovery at a rank
 
-and over a plane of two random directions (the paper's landscape). Labels play no part. A task whose predictions flip
-early is one where recovery must be close. Writes `flips.{json,md,png}` and `flips_landscape.png`.
+and over a plane of two random directions (the paper's landscape). Labels are not used. A task whose predictions flip
+early needs a close recovery. Writes `flips.{json,md,png}` and `flips_landscape.png`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from retex_hf.merging.expert_weights import ExpertWeights, Weights
 ROWS = 64
 DISTANCES = (0.1, 0.25, 0.5, 1.0)
 RANKS = (4, 16, 64)
-# Random directions are nearly harmless: they must go much further than the merged model is before predictions flip.
+# Random directions are nearly harmless: predictions flip only much further away than the merged model.
 RANDOM_DISTANCES = (1.0, 4.0, 8.0, 16.0)
 PLANE = (-16.0, -8.0, 0.0, 8.0, 16.0)
 DIRECTIONS = 2
 
 
 def move(body: Weights, steps: Sequence[tuple[float, Weights]]) -> Weights:
-    """A body plus some directions, each times a number; tensors that a direction does not have stay."""
+    """Return a body plus some directions, each times a number; tensors that a direction does not have stay."""
     moved = dict(body)
     for factor, direction in steps:
         for name, tensor in direction.items():
@@ -50,8 +50,10 @@ def move(body: Weights, steps: Sequence[tuple[float, Weights]]) -> Weights:
 
 
 def random_direction(difference: Weights, learned: Sequence[str], seed: int) -> Weights:
-    """Noise that is as long as the difference in every parameter. Buffers have no direction: a variance moved at random
-    could become negative."""
+    """Return noise that is as long as the difference in every parameter.
+
+    Buffers are not moved: a variance moved at random could become negative.
+    """
     generator = torch.Generator().manual_seed(seed)
     direction = {}
     for name in learned:
@@ -61,13 +63,13 @@ def random_direction(difference: Weights, learned: Sequence[str], seed: int) -> 
 
 
 def distance(body: Weights, expert: Weights, merged: Weights) -> float:
-    """How far a body is from the expert, relative to the merged model."""
+    """Return the distance of a body from the expert, relative to that of the merged model."""
     moved = sum((body[name] - expert[name]).square().sum() for name in expert)
     return (moved / sum((merged[name] - expert[name]).square().sum() for name in expert)).sqrt().item()
 
 
 def flip_rate(found: Sequence[Answer], own: Sequence[Answer]) -> float:
-    """Share of predictions that differ.
+    """Return the share of predictions that differ.
 
     >>> flip_rate([1, 2, 3, 3], [1, 2, 3, 4])
     0.25
@@ -93,7 +95,7 @@ class Expert:
 
     @torch.inference_mode()
     def predict(self, body: Weights) -> list[Answer]:
-        """Predictions of a body under the task's head, in the order of the rows."""
+        """Return the predictions of a body under the task's head, in the order of the rows."""
         material, module = self.study.material, self.weights.module(body, self.task)
         found: dict[int, Answer] = {}
         for rows, inputs in batches(self.inputs, material.collate, self.study.recipe.batch_size):
@@ -105,7 +107,7 @@ class Expert:
         return flip_rate(self.predict(body), self.own)
 
     def at_random(self, distances: Sequence[float]) -> list[list[float]]:
-        """Pairs (distance, flip rate averaged over directions)."""
+        """Return pairs (distance, flip rate averaged over directions)."""
         directions = [random_direction(self.difference, self.learned, seed) for seed in range(DIRECTIONS)]
         points = []
         for size in distances:
@@ -115,17 +117,17 @@ class Expert:
         return points
 
     def towards_merged(self, distances: Sequence[float]) -> list[list[float]]:
-        """Pairs (distance, flip rate) on the straight line."""
+        """Return pairs (distance, flip rate) on the straight line."""
         return [[size, self.flips(move(self.body, [(size, self.difference)]))] for size in distances]
 
     def plane(self, ticks: Sequence[float]) -> list[list[float]]:
-        """Flip rates over a plane of two random directions; rows are steps along the second."""
+        """Return flip rates over a plane of two random directions; rows are steps along the second."""
         first, second = (random_direction(self.difference, self.learned, 100 + seed) for seed in range(2))
         return [[self.flips(move(self.body, [(x, first), (y, second)])) for x in ticks] for y in ticks]
 
 
 def around(study: Study, task: str, rows: int) -> dict[str, Any]:
-    """Everything about one task that needs no recovery."""
+    """Return all results of one task that need no recovery."""
     expert = Expert(study, task, rows)
     return {
         "random": expert.at_random(RANDOM_DISTANCES),
@@ -135,7 +137,7 @@ def around(study: Study, task: str, rows: int) -> dict[str, Any]:
 
 
 def at_rank(study: Study, rank: int, rows: int) -> dict[str, list[float]]:
-    """Pairs (distance, flip rate) of every task as recovered at a rank."""
+    """Return pairs (distance, flip rate) of every task as recovered at a rank."""
     material = study.material
     config = study.config(rank=rank, rank_budget=None, merge="average")
     model = RetexModel.from_experts(material.base, material.experts, config, progress=False)
@@ -148,7 +150,7 @@ def at_rank(study: Study, rank: int, rows: int) -> dict[str, list[float]]:
 
 
 def as_markdown(tasks: Sequence[str], lines: Mapping[str, Mapping[str, list[list[float]]]]) -> str:
-    """Flip rates of every task, sorted from the most easily flipped; distances of recovery beside its rates."""
+    """Format flip rates of every task, the most easily flipped first, with distances of recovery beside its rates."""
     ranks = [f"rank {rank}" for rank in RANKS]
     columns = [
         "task",
@@ -169,7 +171,7 @@ def as_markdown(tasks: Sequence[str], lines: Mapping[str, Mapping[str, list[list
 
 
 def landscape_figure(planes: Mapping[str, list[list[float]]]) -> Figure:
-    """The flip rate over two random directions, one panel per task, all on one scale."""
+    """Plot the flip rate over two random directions, one panel per task, all on one scale."""
     columns = min(4, len(planes))
     rows = -(-len(planes) // columns)
     figure = Figure(figsize=(2.6 * columns + 1, 2.6 * rows), layout="constrained")

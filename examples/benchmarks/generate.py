@@ -3,7 +3,7 @@
     python examples/benchmarks/generate.py                # --repeats 5 --threads 2
 
 The weights are random: time does not depend on them. PEFT runs the same factors as LoRA adapters, one per task, with
-`adapter_names`; it recovers linear layers only (no norms, embeddings or position biases), and is told the tasks.
+`adapter_names`; it recovers linear layers only (no norms, embeddings or position biases), and is given the tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS, LENGTH, NEW_TOKENS, RANK = 28, 32, 32, 64
 
 
 def peft_model(retex: RetexModel) -> nn.Module:
-    """The recovery of every linear layer as one LoRA adapter per task on the merged model."""
+    """Return the merged model with the recovery of every linear layer as one LoRA adapter per task."""
     model = deepcopy(retex.get_base_model())
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=linear)

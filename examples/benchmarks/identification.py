@@ -1,8 +1,8 @@
-"""How well tasks are identified: from reference inputs, from the weights alone, and from weights centred on a pool.
+"""Accuracy of task identification: from reference inputs, from the weights alone, and from weights centred on a pool.
 
     python examples/benchmarks/identification.py        # --work-dir retex-quickstart --images retex-quickstart-images
 
-Accuracy is the mean over tasks of the share of test rows given to their own task. Trains the experts first where no
+Accuracy is the mean over tasks of the share of test rows identified as their own task. Trains the experts first if no
 quickstart has run.
 """
 
@@ -24,7 +24,7 @@ from retex_hf import RetexModel
 
 @torch.inference_mode()
 def identified(model: RetexModel, suite: Suite) -> float:
-    """Mean over tasks of the share of its test rows that are given to it."""
+    """Return the mean over tasks of the share of test rows identified as their own task."""
     shares = []
     for task in suite.tasks:
         found = []
@@ -48,7 +48,7 @@ def main() -> None:
         from_inputs, from_weights = suite.build(), suite.build(signatures="weights")
         from_inputs.fit_signatures(references, progress=False)
         found = [identified(from_inputs, suite), identified(from_weights, suite)]
-        # The same inputs, but nothing says whose they are.
+        # The same inputs, without their tasks.
         from_weights.fit_signatures([batch for batches in references.values() for batch in batches])
         found.append(identified(from_weights, suite))
         print(f"| {suite.name} | " + " | ".join(f"{share:.3f}" for share in found) + " |", flush=True)

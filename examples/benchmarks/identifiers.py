@@ -1,7 +1,7 @@
-"""Ways to tell tasks apart by their features. Tensors in, tensors out: references (N, d) per task, then rows (B, d).
+"""Ways to identify tasks by their features, as functions of tensors: references (N, d) per task, then rows (B, d).
 
-The paper's residual to a task's subspace stands beside two references for what is possible with the same inputs: the
-nearest mean, which knows less of a task, and logistic regression, which is trained to tell them apart.
+The paper's residual to a task's subspace is compared with two references on the same inputs: the nearest mean, which
+uses less of them, and logistic regression, which is trained to separate tasks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from retex_hf.routing import Signatures
 
 Identify = Callable[[Tensor], Tensor]
-"""Rows of features (B, d) -> task numbers (B,)."""
+"""Maps rows of features (B, d) to task numbers (B,)."""
 
 
 def by_residual(references: Sequence[Tensor], rank: int | float) -> Identify:
-    """The task whose affine subspace of dimension `rank` (or that ratio of `min(N, d)`) is nearest."""
+    """Choose the task whose affine subspace of dimension `rank` (or that ratio of `min(N, d)`) is nearest."""
     signatures = Signatures.fit(list(references), rank, "")
     return lambda features: signatures.residuals(features).argmin(1)
 
 
 def by_mean(references: Sequence[Tensor]) -> Identify:
-    """The task whose mean is nearest.
+    """Choose the task whose mean is nearest.
 
     >>> import torch
     >>> by_mean([torch.zeros(4, 2), torch.ones(4, 2)])(torch.tensor([[0.9, 0.8]])).tolist()
@@ -35,7 +35,7 @@ def by_mean(references: Sequence[Tensor]) -> Identify:
 
 
 def by_regression(references: Sequence[Tensor], penalty: float = 1e-2) -> Identify:
-    """The likeliest task under multinomial logistic regression."""
+    """Choose the likeliest task under multinomial logistic regression."""
     labels = torch.cat([torch.full((len(features),), task) for task, features in enumerate(references)])
     probe = fit_linear(torch.cat(list(references)), labels, len(references), penalty)
     return lambda features: probe(features).argmax(1)
@@ -43,10 +43,10 @@ def by_regression(references: Sequence[Tensor], penalty: float = 1e-2) -> Identi
 
 @torch.inference_mode(False)
 def fit_linear(features: Tensor, labels: Tensor, classes: int, penalty: float = 1e-2) -> Callable[[Tensor], Tensor]:
-    """Multinomial logistic regression on standardised features: returns the function that scores rows.
+    """Fit multinomial logistic regression on standardised features; return the function that scores rows.
 
     Minimises mean cross-entropy plus `penalty / 2` times the squared weights, which is convex: L-BFGS from zero finds
-    the one minimum, whatever the seed.
+    the one minimum, without a seed.
     """
     features = features.detach().clone().float()
     mean, scale = features.mean(0), features.std(0, unbiased=False).clamp(min=1e-6)
@@ -68,7 +68,7 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, penalty: float = 
 
 
 def confusion(found: Sequence[Tensor], tasks: int) -> Tensor:
-    """Shares (T, T) of each task's rows that are taken for each task.
+    """Return the shares (T, T) of each task's rows that are identified as each task.
 
     >>> import torch
     >>> confusion([torch.tensor([0, 1]), torch.tensor([1, 1])], 2).tolist()
@@ -78,5 +78,5 @@ def confusion(found: Sequence[Tensor], tasks: int) -> Tensor:
 
 
 def identified(identify: Identify, features: Sequence[Tensor]) -> float:
-    """Mean over tasks of the share of its rows that are taken for it."""
+    """Return the mean over tasks of the share of rows identified as their own task."""
     return confusion([identify(rows) for rows in features], len(features)).diagonal().mean().item()

@@ -1,4 +1,4 @@
-"""How well tasks are identified: by layer and source of the features, number of references, dimension of the subspace.
+"""Task identification by layer and source of the features, number of references, and dimension of the subspace.
 
     python examples/benchmarks/identify.py --recipe examples/recipes/experiments/vision8.yaml
 
@@ -7,13 +7,13 @@ Tables (`--only` picks those whose name contains its text; all of them by defaul
     layers      every block of every source: the pre-trained model and the five merges
     references  4 to 256 reference inputs per task, several draws of them
     subspace    dimension k of a task's subspace, of 64 reference inputs
-    methods     the paper's rule, nearest mean, logistic regression, weights alone; who is taken for whom
+    methods     the paper's rule, nearest mean, logistic regression, weights alone; confusion between tasks
 
-Each writes `identify_<table>.{json,md,png}`. Features of all blocks are computed once per source and kept. All tables
-but the first use one source (`--source`) and the block that the library picks by held-out reference inputs; the test
-has no part in that choice. Identification is the mean over tasks of the share of test rows taken for their own task.
-Normalised accuracy is that of ReTeX with the task unknown: a row counts if task and answer are right (so for models
-that answer in words it is a lower bound). 100 test rows per task are used unless `--rows` says otherwise.
+Each writes `identify_<table>.{json,md,png}`. Features of all blocks are computed once per source and stored. All tables
+but the first use one source (`--source`) and the block that the library picks by held-out reference inputs, without
+test data. Identification is the mean over tasks of the share of test rows identified as their own task. Normalised
+accuracy is that of ReTeX with the task unknown: a row counts if task and answer are right (a lower bound for models
+that generate text). 100 test rows per task are used unless `--rows` says otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Features = dict[str, list[Tensor]]
 
 
 def stored_features(study: Study, work: Path, source: str, merge: Any, pool: int) -> tuple[Features, Features]:
-    """Features of a pool of references per task and of the test rows, at every block of one source; computed once."""
+    """Return features of a pool of references and of the test rows, at every block of one source; computed once."""
     name = cell_name(f"features {source}", study.identity("identify", source=merge, pool=pool))
     file = (work / "cells" / name).with_suffix(".npz")
     if not file.exists():
@@ -74,7 +74,7 @@ def stored_features(study: Study, work: Path, source: str, merge: Any, pool: int
 
 
 def compute_features(study: Study, merge: Any, pool: int) -> dict[str, np.ndarray]:
-    """`{part/task/block: features}`."""
+    """Compute `{part/task/block: features}`."""
     material, weights = study.material, expert_weights(study.material)
     # Features are read below the heads, so any head will do.
     model = weights.module(source_body(weights, merge), study.tasks[0])
@@ -96,12 +96,12 @@ def compute_features(study: Study, merge: Any, pool: int) -> dict[str, np.ndarra
 
 
 def first(pool: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The first references of every task; a pool is in random order already."""
+    """Return the first references of every task; a pool is in random order already."""
     return [features[:count] for features in pool]
 
 
 def drawn(pool: Sequence[Tensor], count: int, draw: int) -> list[Tensor]:
-    """References of one draw: the first ones, or others at random."""
+    """Return the references of one draw: the first ones, or others at random."""
     if draw == 0:
         return first(pool, count)
     generator = torch.Generator().manual_seed(draw)
@@ -109,13 +109,13 @@ def drawn(pool: Sequence[Tensor], count: int, draw: int) -> list[Tensor]:
 
 
 def chosen_block(pool: Features) -> str:
-    """The block that `feature_layer="auto"` takes: the shallowest that identifies held-out references well."""
+    """Return the block that `feature_layer="auto"` takes: the shallowest that identifies held-out references well."""
     accuracies = [held_out_accuracy(first(features, REFERENCES), RANK) for features in pool.values()]
     return list(pool)[shallowest_good(accuracies)]
 
 
 def unknown_accuracy(identify: Identify, test: Sequence[Tensor], known: Evaluation, experts: Evaluation) -> float:
-    """Normalised accuracy of ReTeX where rows go to the tasks that a rule says."""
+    """Return the normalised accuracy of ReTeX with rows routed by a rule."""
     scores = {}
     for number, (task, score) in enumerate(known.scores["known"].items()):
         hit = (identify(test[number]) == number).numpy()
@@ -124,7 +124,7 @@ def unknown_accuracy(identify: Identify, test: Sequence[Tensor], known: Evaluati
 
 
 def layers_table(features: Mapping[str, tuple[Features, Features]]) -> dict[str, dict[str, float]]:
-    """`{source: {block: identification}}` of the paper's rule."""
+    """Return `{source: {block: identification}}` of the paper's rule."""
     return {
         source: {
             block: identified(by_residual(first(pool[block], REFERENCES), RANK), test[block]) for block in pool
@@ -136,7 +136,7 @@ def layers_table(features: Mapping[str, tuple[Features, Features]]) -> dict[str,
 def references_table(
     pool: Sequence[Tensor], test: Sequence[Tensor], known: Evaluation, experts: Evaluation
 ) -> list[dict[str, Any]]:
-    """Every rule by the number of references: mean and standard deviation over draws."""
+    """Evaluate every rule by the number of references: mean and standard deviation over draws."""
     records = []
     for count in COUNTS:
         if count > min(map(len, pool)):
@@ -165,7 +165,7 @@ def references_table(
 def subspace_table(
     pool: Sequence[Tensor], test: Sequence[Tensor], known: Evaluation, experts: Evaluation
 ) -> list[dict[str, Any]]:
-    """The paper's rule by the dimension of a task's subspace."""
+    """Evaluate the paper's rule by the dimension of a task's subspace."""
     references = first(pool, REFERENCES)
     records = []
     for dimension in DIMENSIONS:
@@ -183,7 +183,7 @@ def subspace_table(
 
 
 def by_weights(study: Study, merge: Any) -> dict[str, dict[str, list[bool]]]:
-    """Rows identified without reference inputs, plainly and centred on a pool of unlabelled inputs of all tasks."""
+    """Identify rows without reference inputs, plainly and centred on a pool of unlabelled inputs of all tasks."""
     material = study.material
     config = study.config(merge=merge, signatures="weights", feature_source="merged", shared_trunk=False)
     model = RetexModel.from_experts(material.base, material.experts, config, progress=False)
@@ -205,7 +205,7 @@ def methods_table(
     known: Evaluation,
     experts: Evaluation,
 ) -> list[dict[str, Any]]:
-    """All rules side by side; what can be known from as many labelled inputs as there are stands last."""
+    """Compare all rules, among them logistic regression on all references as an upper reference."""
     references, most = first(pool, REFERENCES), min(map(len, pool))
     rules: dict[str, Identify] = {
         f"{RESIDUAL}, {REFERENCES} references": by_residual(references, RANK),
@@ -229,7 +229,7 @@ def methods_table(
 
 
 def confusion_figure(shares: Tensor, tasks: Sequence[str]) -> Figure:
-    """Who is taken for whom."""
+    """Plot the confusion between tasks."""
     size = 2.5 + 0.5 * len(tasks)
     figure = Figure(figsize=(size + 1, size), layout="constrained")
     axes = figure.subplots()
@@ -345,17 +345,17 @@ def main() -> None:
 
 
 def pool_size(source: str, main_source: str, tables: Sequence[str]) -> int:
-    """How many references are needed of a source: many only of the one that their number is studied on."""
+    """Return how many references a source needs: many only for the one on which their number is studied."""
     return REFERENCES if source != main_source or list(tables) == ["layers"] else max(COUNTS)
 
 
 def recovery_merge(merges: Mapping[str, Any], source: str) -> Any:
-    """What ReTeX is put on: the merge that features come from, or the average beside pre-trained features."""
+    """Return the merge for ReTeX: the one that features come from, or the average for pre-trained features."""
     return MERGES["average"] if source == PRETRAINED else merges[source]
 
 
 def known_evaluation(study: Study, merge: Any) -> Evaluation:
-    """ReTeX of the recipe on a merge, told the task."""
+    """Evaluate ReTeX of the recipe on a merge, with the task known."""
     material = study.material
     model = RetexModel.from_experts(material.base, material.experts, study.config(merge=merge), progress=False)
     return Evaluation("ReTeX", {"known": recovered(model, study)}, 0)

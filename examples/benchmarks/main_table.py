@@ -3,12 +3,12 @@
     python examples/benchmarks/main_table.py --recipe examples/recipes/experiments/shipped-text.yaml
     python examples/benchmarks/main_table.py --recipe examples/recipes/experiments/text8.yaml --only "8 tasks"
 
-Writes `main_table.json`, `.md` and `.png` into the work dir. A cell is one method on one number of tasks, kept when it
-is done: an interrupted run goes on, a changed recipe is computed anew. A recipe without `methods` compares those below.
+Writes `main_table.json`, `.md` and `.png` into the work dir. A cell is one method on one number of tasks, stored when
+it is finished: an interrupted run resumes, a changed recipe is computed anew. A recipe without `methods` compares those
+below.
 
-The three questions are kept apart. Systems that keep something per task answer the same under oracle routing as with
-the task known, so oracle routing is run for those only that mix by a router, and shown on the largest number of tasks
-only.
+The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
+known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from retex_hf.evaluation.run import Evaluation
 INDIVIDUAL = "individual"
 ADAMERGING = MERGES["AdaMerging"]
 PLUS = {**ADAMERGING, "trim": True}
-# The authors' own training takes hours on a CPU: fewer steps, fewer rows to train routers on.
+# The authors' own training takes hours on a CPU: use fewer steps, and fewer rows to train routers on.
 WEMOE = {"steps": 60, "rows_per_task": 4}
 MIXING = ("twin_merging", "dawin", "wemoe", "mow")
 METHODS: list[dict[str, dict[str, Any]]] = [
@@ -70,7 +70,7 @@ METHODS: list[dict[str, dict[str, Any]]] = [
 
 
 def make(spec: MethodSpec, study: Study, work: Path) -> Method:
-    """A method of the table; what several learn alike is learned once."""
+    """Make a method of the table; learn once what several methods share."""
     options = dict(spec.options)
     merge = options.get("merge")
     if isinstance(merge, str) and merge in merge_methods():
@@ -83,7 +83,7 @@ def make(spec: MethodSpec, study: Study, work: Path) -> Method:
 
 
 def run_size(study: Study, specs: Sequence[MethodSpec], work: Path, whole: bool, only: str | None) -> list[Evaluation]:
-    """Evaluations of all methods on the study's tasks, those that are finished or that `only` asks for."""
+    """Return the evaluations of all methods on the study's tasks that are finished or that `only` asks for."""
     cells, built = {}, {}
     for spec in specs:
         modes = ("known", "unknown", "oracle") if whole and spec.name in MIXING else ("known", "unknown")
@@ -99,17 +99,17 @@ def run_size(study: Study, specs: Sequence[MethodSpec], work: Path, whole: bool,
 
 
 def routes(spec: MethodSpec) -> bool:
-    """Whether a system chooses among parts that belong to one task each."""
+    """Return whether a system chooses among parts that belong to one task each."""
     return spec.name == RETEX or (BASELINES[spec.name].routes and spec.name not in MIXING)
 
 
 def with_oracle(evaluation: Evaluation) -> Evaluation:
-    """Told the task, such a system takes that task's part, which is what oracle routing asks for."""
+    """Add oracle routing to an evaluation: for such a system, it equals the task-known mode."""
     return replace(evaluation, scores={**evaluation.scores, "oracle": evaluation.scores["known"]})
 
 
 def growth(reports: Mapping[int, Report], mode: str, figure: str) -> dict[str, dict[int, float]]:
-    """`{method: {number of tasks: mean}}` of one mode; `figure` is accuracy, normalised or identification."""
+    """Return `{method: {number of tasks: mean}}` of one mode; `figure` is accuracy, normalised or identification."""
     found: dict[str, dict[int, float]] = {}
     for size, report in reports.items():
         for name, method in report.summary()["methods"].items():
@@ -120,7 +120,7 @@ def growth(reports: Mapping[int, Report], mode: str, figure: str) -> dict[str, d
 
 
 def growth_table(reports: Mapping[int, Report]) -> str:
-    """Accuracy relative to the individual experts by number of tasks, known and unknown apart."""
+    """Format accuracy relative to the individual experts by number of tasks, known and unknown separately."""
     figure = "accuracy" if next(iter(reports.values())).individual is None else "normalised"
     known, unknown = (growth(reports, mode, figure) for mode in ("known", "unknown"))
     identified = growth(reports, "unknown", "identification")
@@ -135,7 +135,7 @@ def growth_table(reports: Mapping[int, Report]) -> str:
 
 
 def comparisons(report: Report) -> str:
-    """ReTeX, task unknown, against every method that answers that question: differences paired by rows."""
+    """Compare ReTeX, task unknown, with every method that has this mode: differences paired by rows."""
     lines = []
     for name in report.methods:
         if name == RETEX or "unknown" not in report.summary()["methods"][name]["modes"]:
@@ -147,7 +147,7 @@ def comparisons(report: Report) -> str:
 
 
 def markdown(reports: Mapping[int, Report], recipe: str) -> str:
-    """The whole page: growth, comparisons, and the full report on all tasks."""
+    """Format the whole page: growth, comparisons, and the full report on all tasks."""
     last = reports[max(reports)]
     experts = "relative to the individual experts" if last.individual else "accuracy"
     parts = [f"# Main table: {recipe}", f"Means over tasks, {experts}.", growth_table(reports)]
@@ -159,7 +159,7 @@ def markdown(reports: Mapping[int, Report], recipe: str) -> str:
 
 
 def figure(reports: Mapping[int, Report]) -> Figure:
-    """Accuracy against the number of tasks, one line per method, task known and unknown apart."""
+    """Plot accuracy against the number of tasks, one line per method, task known and unknown separately."""
     kind = "accuracy" if next(iter(reports.values())).individual is None else "normalised"
     panels = {
         title: {name: (list(values), list(values.values())) for name, values in growth(reports, mode, kind).items()}

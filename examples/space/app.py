@@ -1,4 +1,4 @@
-"""A Space that shows one artifact; also `RETEX_ARTIFACT=FOLDER python app.py` on your own machine."""
+"""A Space that shows one artifact; on your own machine, run `RETEX_ARTIFACT=FOLDER python app.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 from retex_hf.demo import launch
 
-# The artifact to show, a Hub id or a folder, where the environment does not name one.
+# The artifact to show, a Hub id or a folder, unless the environment names one.
 ARTIFACT = "your-name/your-retex-model"
-# What visitors may click on: texts, each of one or several lines, or lists of image files.
+# Examples that visitors may click on: texts, each of one or several lines, or lists of image files.
 EXAMPLES: list[str] = []
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def answer(page: Page, inputs: list[str]) -> None:
-    """Give the inputs and wait for their cards."""
+    """Enter the inputs and wait for their cards."""
     page.wait_for_selector("#inputs")
     texts = page.locator("#inputs textarea")
     if texts.count():
@@ -51,10 +51,10 @@ def answer(page: Page, inputs: list[str]) -> None:
     run = page.locator("#run")
     run.click()
     page.wait_for_function("n => document.querySelectorAll('.rx-card').length === n", arg=len(inputs))
-    # The first call has experts to prepare; the picture is to show a usual one.
+    # The first call prepares experts; show a later one, whose time is typical.
     run.click()
     page.wait_for_function("() => !document.querySelector('.rx-summary').textContent.includes('prepare')")
-    page.wait_for_timeout(1000)  # answers fade in
+    page.wait_for_timeout(1000)  # wait for the fade-in
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
-"""The systems that ReTeX is compared with, behind one small interface: `fit` on what a method may see, then `predict`.
+"""The systems that ReTeX is compared with, behind one interface: `fit` on the data a method may see, then `predict`.
 
 All are written from their papers' equations. Where an authors' script uses test labels, true tasks or true heads to
-choose something, ours does not; each method's text says what it sees.
+choose something, ours does not; each method's documentation says what it sees.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASELINES: dict[str, type[Method]] = {
 
 
 def make(name: str, **options: Any) -> Method:
-    """A baseline by name; options go to its constructor.
+    """Make a baseline by name; pass options to its constructor.
 
     >>> from retex_hf.baselines import make
     >>> make("merged", merge="ties", head="identifier").name

@@ -1,4 +1,4 @@
-"""Where a model's MLPs and attention blocks are, found by shape and by class, for methods that treat them apart."""
+"""Search for a model's MLPs and attention blocks by shape and class, for methods that treat them separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORM = "norm"
 
 
 def linear_layers(model: nn.Module, body: Collection[str]) -> dict[str, nn.Module]:
-    """All linear layers of a body, in the order in which the model holds them. `body` names the tensors of the body."""
+    """Return all linear layers of a body, in the model's order. `body` names the tensors of the body."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -25,12 +25,12 @@ def linear_layers(model: nn.Module, body: Collection[str]) -> dict[str, nn.Modul
 
 
 def find_mlps(model: nn.Module, body: Collection[str], patterns: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-    """Names of the linear layers of every MLP: neighbours that expand (one, or two where one is a gate) and contract.
+    """Return the linear layers of every MLP: adjacent ones that expand (one, or two if gated) and contract.
 
     Args:
-        model: Where to look.
-        body: Names of the tensors that are looked at; heads are not.
-        patterns: What the layers of an MLP are called, in their order, where their shapes do not tell.
+        model: Model to search.
+        body: Names of the tensors to consider; heads are not among them.
+        patterns: Name patterns of the layers of an MLP, in their order, where shapes do not identify them.
 
     >>> from torch.nn import GELU, Linear, Sequential
     >>> from retex_hf.baselines.blocks import find_mlps
@@ -51,7 +51,7 @@ def find_mlps(model: nn.Module, body: Collection[str], patterns: Sequence[str] |
 def require_mlps(
     model: nn.Module, body: Collection[str], method: str, patterns: Sequence[str] | None
 ) -> list[tuple[str, ...]]:
-    """As `find_mlps`, for a method that cannot do without."""
+    """Return the result of `find_mlps`; refuse a model without MLPs."""
     mlps = find_mlps(model, body, patterns)
     if not mlps:
         kind = type(model).__name__
@@ -65,8 +65,11 @@ def require_mlps(
 def find_attention(
     model: nn.Module, body: Collection[str], mlps: Collection[Sequence[str]], patterns: Sequence[str] | None = None
 ) -> list[str]:
-    """Names of the attention blocks: the outermost modules that are called so by their class (or that match a pattern),
-    hold matrices of the body, and do not hold an MLP."""
+    """Return the names of the attention blocks.
+
+    These are the outermost modules whose class is named so (or that match a pattern), that hold matrices of the body
+    and no MLP.
+    """
     layers = [layer for mlp in mlps for layer in mlp]
     found: list[str] = []
     for name, module in model.named_modules():
@@ -80,18 +83,18 @@ def find_attention(
 
 
 def block_tensors(modules: Sequence[str], body: Collection[str]) -> list[str]:
-    """Names of the body's tensors in some modules."""
+    """Return the names of the body's tensors in some modules."""
     return [name for name in body if name.startswith(tuple(f"{module}." for module in modules))]
 
 
 def norms_and_embeddings(model: nn.Module, body: Collection[str]) -> list[str]:
-    """Names of the body's tensors in normalisation layers, and of its embeddings (of words, places, classes)."""
+    """Return the names of the body's normalisation tensors and embeddings (of words, positions, classes)."""
     modules = tuple(f"{name}." for name, module in model.named_modules() if _is_norm_or_table(module))
     return [name for name in body if name.startswith(modules) or _is_embedding(name)]
 
 
 def lookup_table(model: nn.Module, body: Collection[str]) -> str | None:
-    """The table of word embeddings, where nothing but look-ups reads it (a tied one is a matrix as well)."""
+    """Return the name of the word embedding table if only look-ups read it (a tied table is also used as a matrix)."""
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     aliases = take_inventory(model).aliases
     for name, module in model.named_modules():
@@ -102,13 +105,13 @@ def lookup_table(model: nn.Module, body: Collection[str]) -> str | None:
 
 
 def layer_size(layer: nn.Module) -> tuple[int, int]:
-    """Numbers that go into a linear layer, and that come out."""
+    """Return the input and output width of a linear layer."""
     weight: Tensor = layer.weight
     return tuple(weight.shape) if isinstance(layer, Conv1D) else tuple(weight.shape[::-1])
 
 
 def _expanding(layers: Sequence[nn.Module]) -> int:
-    """How many layers from the first on are one MLP; 0 where none begins here."""
+    """Return how many of the first layers form one MLP; 0 where none begins here."""
     narrow, wide = layer_size(layers[0])
     ups = 1
     while ups < len(layers) and layer_size(layers[ups]) == (narrow, wide):
@@ -128,7 +131,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_embedding(name: str) -> bool:
-    """Whether a bare parameter is called an embedding (`pos_embed`, `class_embedding`, `cls_token`)."""
+    """Return whether a bare parameter is named as an embedding (`pos_embed`, `class_embedding`, `cls_token`)."""
     own = name.rpartition(".")[2]
     return "embed" in own or own.endswith("token")
 

@@ -1,4 +1,4 @@
-"""What most methods have in common: every row runs on the body, and under the head, of one task."""
+"""Base of most methods: every row runs on the body, and under the head, of one task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CACHE_BYTES = 2 * 1024**3
 
 
 class TaskBodies(Method):
-    """One body per task, made when the task first comes; a batch runs group by group. Knows no task by itself."""
+    """One body per task, made on first use; a batch runs group by group. Does not identify tasks."""
 
     modes = ("known",)
 
@@ -32,10 +32,10 @@ class TaskBodies(Method):
 
     @abstractmethod
     def body(self, task: str) -> Weights:
-        """The body that rows of a task run on."""
+        """Return the body that rows of a task run on."""
 
     def module(self, task: str) -> nn.Module:
-        """The body of a task under the task's head, ready to run."""
+        """Return the body of a task under the task's head, ready to run."""
         size = 4 * self.weights.numbers()
         return self._cache.get(task, lambda: self.weights.module(self.body(task), task), lambda: size)
 
@@ -52,22 +52,22 @@ class TaskBodies(Method):
         return Prediction(answers, chosen)
 
     def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
-        """The task of every row, where nobody names it."""
+        """Choose the task of every row, where it is not given."""
         raise TaskError(f"{self.name} has no router: name the task of every row.")
 
 
 class Identified(TaskBodies):
-    """Adds our identifier to a method that must be told the task.
+    """Mixin that adds our identifier to a method that must be given the task.
 
     Args:
-        args: Go to that method, and so do `options`.
-        identifier: Another one than the default, which all methods share.
+        args: Positional arguments of that method; `options` are its keyword arguments.
+        identifier: Identifier to use; default: the one that all methods share.
     """
 
     modes = ("known", "unknown")
     routes = True
     held: tuple[str, ...] = ("pretrained",)
-    """Sources of features that the method stores anyway, see `Identifier.storage_bytes`."""
+    """Sources of features that the method stores anyway; see `Identifier.storage_bytes`."""
 
     def __init__(self, *args: Any, identifier: Identifier | None = None, **options: Any) -> None:
         super().__init__(*args, **options)

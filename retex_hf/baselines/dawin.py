@@ -1,4 +1,4 @@
-"""DaWin: experts are mixed by how sure each of them is of a row."""
+"""DaWin: mixes experts by how certain each of them is of a row."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MOST_ROUNDS = 20
 class DaWin(Dynamic):
     """`theta(x) = theta_0 + scale * T * sum_t lambda_t(x) tau_t` with `lambda = softmax_t(-H_t(x))` (Oh et al., 2025).
 
-    `H_t` is the entropy of expert t's answer to the row. Nothing is trained, but every row runs through all experts
-    first.
+    `H_t` is the entropy of expert t's answer to the row. It needs no training, but every row first runs through all
+    experts.
 
-    The authors run all experts under the head of the true task, which tells them the task. Here each expert has its own
-    head, whether the task is known or not, and where it is unknown the head is that of the expert with the least
-    entropy. An entropy then also depends on the number of classes of the expert's own task, as the equation has it.
+    The authors run all experts under the head of the true task, which gives the task away. Here each expert has its own
+    head, whether the task is known or not, and where it is unknown the head is that of the expert with the lowest
+    entropy. As in the equation, the entropy also depends on the number of classes of the expert's own task.
 
     With oracle routing the body is `theta_0 + scale * T * tau_t`, which overshoots the expert where `scale * T > 1`.
 
     Args:
-        scale: Of the mean task vector, times T.
-        clusters: Mix one body for each of so many groups of rows of a batch, from the mean of their lambdas, instead of
-            one for each row. A row's answer then depends on its batch.
+        scale: Factor of the mixed task vector, on top of T.
+        clusters: Cluster the rows of a batch into this many groups, and mix one body per group from the mean of its
+            lambdas, instead of one per row. A row's answer then depends on its batch.
         options: See `Dynamic`.
     """
 
@@ -63,12 +63,12 @@ class DaWin(Dynamic):
         return super().coefficients(shares if self.clusters is None else cluster_means(shares, self.clusters))
 
     def storage_bytes(self) -> int:
-        """All experts, and the base that they are mixed around."""
+        """Return the bytes of all experts, and of the base that they are mixed around."""
         return (len(self.weights.tasks) + 1) * self.weights.body_bytes()
 
 
 def cluster_means(points: Tensor, clusters: int) -> Tensor:
-    """Every point (rows, d) replaced by the mean of its cluster, by k-means from points far from each other.
+    """Replace every point (rows, d) by the mean of its cluster, by k-means started from distant points.
 
     >>> import torch
     >>> from retex_hf.baselines.dawin import cluster_means
@@ -81,7 +81,7 @@ def cluster_means(points: Tensor, clusters: int) -> Tensor:
         centres = torch.cat([centres, points[farthest : farthest + 1]])
     nearest = torch.cdist(points, centres).argmin(1)
     for _ in range(MOST_ROUNDS):
-        # A centre that has lost all its points stays where it is.
+        # A centre that has lost all its points does not move.
         means = [points[nearest == k].mean(0) if (nearest == k).any() else centres[k] for k in range(len(centres))]
         centres = torch.stack(means)
         moved = torch.cdist(points, centres).argmin(1)

@@ -1,4 +1,4 @@
-"""What methods with a body per row share: mixtures of corners, the rows that run on them, a memory of the answers."""
+"""Base of methods with a body per row: mixtures of corners, running rows on them, and a cache of the answers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..merging.expert_weights import ExpertWeights, Weights
 from .blocks import lookup_table
 from .weights import expert_weights
 
-# Bodies that are mixed in one product take about this much memory together.
+# Approximate memory of the bodies that are mixed in one product.
 WORKSPACE_BYTES = 512 * 1024**2
 
 
 class Mixtures:
     """Models whose body is `sum_t c_t E_t`, with coefficients of their own for every row.
 
-    Mixing is bound by memory, so bodies of several rows are made in one product that reads the corners once, and of
-    the table of input embeddings only the lines are mixed that a row looks up.
+    Mixing is memory-bound, so bodies of several rows are made in one product that reads the corners once, and only
+    those rows of the input embedding table are mixed that are looked up.
 
     Args:
         weights: The model, its tasks and their heads.
-        corners: Stacked tensors `E_t` (T, ...), between which bodies lie.
-        fixed: The tensors of the body that are the same in all mixtures.
+        corners: Stacked tensors `E_t` (T, ...) to mix.
+        fixed: Tensors of the body that are the same in all mixtures.
     """
 
-    @torch.inference_mode(False)  # what is made here is written to in later calls
+    @torch.inference_mode(False)  # later calls write to the tensors made here
     @torch.no_grad()
     def __init__(self, weights: ExpertWeights, corners: Weights, fixed: Mapping[str, Tensor]) -> None:
         alike = [name for name, stack in corners.items() if (stack == stack[:1]).all()]
@@ -41,7 +41,7 @@ class Mixtures:
         self._corners = {name: stack.flatten(1) for name, stack in corners.items() if name not in alike}
         self._coefficients = torch.zeros(len(self.tasks))
         parameters = dict(weights.model.named_parameters(remove_duplicate=False))
-        # Models of all tasks hold the same tensors, whose contents are exchanged from row to row.
+        # Models of all tasks share these tensors, whose contents change from row to row.
         self._tensors = {
             name: nn.Parameter(corners[name][0], requires_grad=False) if name in parameters else corners[name][0]
             for name in self._corners
@@ -58,7 +58,7 @@ class Mixtures:
         self.modules = self._models(weights, body)
 
     def _models(self, weights: ExpertWeights, body: Mapping[str, Tensor]) -> dict[str, nn.Module]:
-        """The body under the head of every task; one model for all where heads lie outside of it."""
+        """Return the body under the head of every task; one model for all where heads are outside of it."""
         modules: dict[str, nn.Module] = {}
         for task, head in weights.heads.items():
             if head or not modules:
@@ -75,7 +75,7 @@ class Mixtures:
     def answers(
         self, readout: Readout, inputs: Mapping[str, Tensor], coefficients: Tensor, heads: Sequence[str]
     ) -> list[Answer]:
-        """The answer of each row, from the mixture with its coefficients (rows, T), under the head of a task.
+        """Answer each row by the mixture with its coefficients (rows, T), under the head of a task.
 
         Rows with equal coefficients run together, all others one at a time.
         """
@@ -93,7 +93,7 @@ class Mixtures:
         return answers
 
     def _enter(self, place: int, coefficients: Tensor) -> None:
-        """Put the body at a place of the workspace behind the models."""
+        """Copy the body at a position of the workspace into the models."""
         self._coefficients = coefficients
         for name, space in self._spaces.items():
             self._tensors[name].data = space[place].view(self._tensors[name].shape)
@@ -110,23 +110,24 @@ class Mixtures:
         return found
 
     def _look_up(self, module: nn.Embedding, args: tuple[Any, ...]) -> None:
-        """Mix the lines of the table that are about to be looked up."""
+        """Mix the rows of the table that are about to be looked up."""
         lines = args[0].unique()
         corners = self._corners[self._table].view(len(self.tasks), *module.weight.shape)
         module.weight.data[lines] = torch.tensordot(self._coefficients, corners[:, lines], 1)
 
 
 class Dynamic(Method):
-    """A method whose router gives every row a mixture of corners. Three things are asked of it, see `Method`:
+    """A method whose router gives every row a mixture of corners, in three modes (see `Method`):
 
-    - task unknown: the mixture is the router's, and so is the head: that of the largest coefficient;
-    - task known: the mixture is the router's, under the true head;
+    - task unknown: the router's mixture, under the head of the largest coefficient;
+    - task known: the router's mixture, under the true head;
     - oracle routing: the corner of the true task, under its head.
 
     Args:
-        decimals: Round coefficients to so many, so that rows with nearly equal ones run together. Default: not at all.
-        remember: Keep what was computed for a row, so that the second of two modes need not compute it again. For
-            accuracies; whoever measures time leaves this off.
+        decimals: Round coefficients to this many decimals, so that rows with nearly equal ones run together. Default:
+            no rounding.
+        remember: Cache the result of each row, so that a second mode need not compute it again. Use it for accuracies
+            only, not when measuring time.
     """
 
     routes = True
@@ -148,7 +149,7 @@ class Dynamic(Method):
 
     @abstractmethod
     def route(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Shares (rows, T) of the corners in the body of each row; they sum to one."""
+        """Return the shares (rows, T) of the corners in the body of each row; they sum to one."""
 
     @torch.no_grad()
     def predict(
@@ -161,7 +162,7 @@ class Dynamic(Method):
         return Prediction(self._answers(inputs, self.coefficients(shares), heads, keys), heads)
 
     def coefficients(self, shares: Tensor) -> Tensor:
-        """What bodies are mixed with, from what the router says."""
+        """Return the mixing coefficients for the router's shares."""
         if self.decimals is None:
             return shares
         rounded = shares.double().round(decimals=self.decimals)
@@ -179,7 +180,7 @@ class Dynamic(Method):
     ) -> list[Answer]:
         if keys is None:
             return self.mixtures.answers(self.readout, inputs, coefficients, heads)
-        # A text is the same under every head.
+        # Generated text does not depend on the head.
         under = heads if self.readout.chooses_head else [None] * len(heads)
         whole = [(key, row.numpy().tobytes(), head) for key, row, head in zip(keys, coefficients, under, strict=True)]
         new = [row for row, key in enumerate(whole) if key not in self._answered]
@@ -193,12 +194,12 @@ class Dynamic(Method):
 
 
 def one_hot(names: Sequence[str], tasks: Sequence[str]) -> Tensor:
-    """One for each row's task, zero for others (rows, T)."""
+    """Return one for each row's task and zero for others (rows, T)."""
     return torch.eye(len(names))[[names.index(task) for task in tasks]]
 
 
 def row_keys(inputs: Mapping[str, Tensor]) -> list[bytes]:
-    """What tells the rows of a batch from all others, however much padding they have here."""
+    """Return keys that identify the rows of a batch, independent of their padding."""
     rows = len(next(iter(inputs.values())))
     keys = []
     for row in range(rows):
@@ -210,10 +211,10 @@ def row_keys(inputs: Mapping[str, Tensor]) -> list[bytes]:
 
 
 def task_arithmetic(weights: ExpertWeights, scale: float) -> Weights:
-    """`W_0 + scale * sum_t (W_t - W_0)` of the whole body."""
+    """Return `W_0 + scale * sum_t (W_t - W_0)` of the whole body."""
     return weights.body(torch.full((len(weights.tasks),), scale))
 
 
 def bytes_of(weights: ExpertWeights, numbers: Mapping[str, int]) -> int:
-    """Bytes of so many numbers per tensor, each as wide as the model stores that tensor."""
+    """Return the bytes of the given count of numbers per tensor, in the dtype in which the model stores that tensor."""
     return sum(count * weights.element_size(name) for name, count in numbers.items())

@@ -1,4 +1,4 @@
-"""EMR-Merging: one elected task vector, and of every task a mask and a scale. Needs no data, but must know the task."""
+"""EMR-Merging: one elected task vector, and a mask and a scale per task. Needs no data, but must be given the task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALE_BYTES = 4
 
 
 def elect(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The unified task vector of one tensor, and each task's mask, from stacked task vectors (T, ...).
+    """Return the unified task vector of one tensor, and each task's mask, from stacked task vectors (T, ...).
 
     `gamma = sign(mean tau)`, with -1 where the mean is 0; `M_t = tau_t * gamma > 0`; `tau_uni = gamma * max_t |M_t *
     tau_t|`.
@@ -33,33 +33,35 @@ def elect(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_magnitudes(vectors: Tensor, unified: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """`mean |tau_t|` and `mean |M_t * tau_uni|` of one tensor, each (T,), in float64."""
+    """Return `mean |tau_t|` and `mean |M_t * tau_uni|` of one tensor, each (T,), in float64."""
     own = vectors.double().abs().flatten(1).mean(1)
     masked = torch.where(masks, unified.double().abs(), 0).flatten(1).mean(1)
     return own, masked
 
 
 class EMR(TaskBodies):
-    """`W_t = W_0 + r_t M_t * tau_uni`, with `r_t` the ratio of the sums over tensors of `mean |tau_t|` and of
-    `mean |M_t * tau_uni|`. Data-free; the task must be known. Heads are the tasks' own."""
+    """`W_t = W_0 + r_t M_t * tau_uni`; uses no data, must be given the task, and keeps the tasks' own heads.
+
+    `r_t` is the ratio of the sums over tensors of `mean |tau_t|` and of `mean |M_t * tau_uni|`.
+    """
 
     name = "EMR"
 
     def fit(self, material: Material) -> None:
         super().fit(material)
         self.unified: Weights = {}
-        self._masks: dict[str, np.ndarray] = {}  # eight entries to the byte, one row per task
+        self._masks: dict[str, np.ndarray] = {}  # eight entries per byte, one row per task
         own, masked = torch.zeros(2, len(self.weights.tasks), dtype=torch.float64)
         for name, vectors in self.weights.vectors.items():
             self.unified[name], masks = elect(vectors)
             sums = mean_magnitudes(vectors, self.unified[name], masks)
             own, masked = own + sums[0], masked + sums[1]
             self._masks[name] = np.packbits(masks.flatten(1).numpy(), axis=1)
-        # An expert that is the base itself has an empty mask; whatever scales it.
+        # An expert equal to the base has an empty mask, so any scale will do.
         self.scales = torch.where(masked > 0, own / masked, 1.0).float()
 
     def mask(self, task: str, name: str) -> Tensor:
-        """`M_t` of one tensor."""
+        """Return `M_t` of one tensor."""
         unified = self.unified[name]
         row = self._masks[name][self.weights.tasks.index(task)]
         return torch.from_numpy(np.unpackbits(row, count=unified.numel())).bool().view(unified.shape)
@@ -72,7 +74,7 @@ class EMR(TaskBodies):
         }
 
     def storage_bytes(self) -> int:
-        """The base, the unified vector, one bit per number and task, one scale per task."""
+        """Return the bytes of the base, the unified vector, one bit per number and task, and one scale per task."""
         masks = sum(packed.nbytes for packed in self._masks.values())
         return 2 * self.weights.body_bytes() + masks + SCALE_BYTES * len(self.scales)
 
@@ -81,6 +83,6 @@ class EMR(TaskBodies):
 
 
 class IdEMR(Identified, EMR):
-    """EMR, with the task from our identifier."""
+    """EMR, with the task chosen by our identifier."""
 
     name = "ID-EMR"

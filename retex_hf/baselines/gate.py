@@ -1,4 +1,4 @@
-"""Networks that tell tasks apart by a body's features, trained on inputs whose task is known."""
+"""Networks that classify tasks from a body's features, trained on inputs of known task."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TaskGate:
     """A softmax over tasks from the mean of a body's last hidden state. Only the network is trained.
 
     Args:
-        weights: Say what the model is; features lie below its heads.
+        weights: Describe the model; features are read below its heads.
         body: The tensors whose features are read.
-        make: Makes the network, from features (rows, d) to scores (rows, T), when the width d is known.
+        make: Makes the network, from features (rows, d) to scores (rows, T), given the width d.
     """
 
     def __init__(self, weights: ExpertWeights, body: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> None:
@@ -35,15 +35,15 @@ class TaskGate:
         self._make, self.network = make, None
 
     def features(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Features (rows, d) of a batch."""
+        """Return the features (rows, d) of a batch."""
         return self.extractor(inputs)[self.layer]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Probabilities (rows, T) of the tasks."""
+        """Return the probabilities (rows, T) of the tasks."""
         return self.network(self.features(inputs)).softmax(-1)
 
     def fit(self, material: Material, rows_per_task: Mapping[str, int], validation_rows: int, **options: Any) -> float:
-        """Train on training inputs and their tasks; no label is read. Returns the accuracy on validation inputs."""
+        """Train on training inputs and their tasks, without labels; return the accuracy on validation inputs."""
         training, known = self._read(
             {task: material.sample(task, rows_per_task[task]) for task in self.tasks}, material, options["progress"]
         )
@@ -58,7 +58,7 @@ class TaskGate:
             return train_gate(self.network, (training, known), (held_out, held_known), **options)
 
     def numbers(self) -> int:
-        """How many numbers the network holds."""
+        """Return how many numbers the network holds."""
         return sum(tensor.numel() for tensor in self.network.state_dict().values() if tensor.is_floating_point())
 
     def _read(self, inputs: Mapping[str, Sequence[Any]], material: Material, progress: bool) -> tuple[Tensor, Tensor]:
@@ -82,9 +82,9 @@ def train_gate(
     batch_size: int,
     progress: bool,
 ) -> float:
-    """Train a classifier of features by Adam, and leave it as it was after the epoch that did best on validation data.
+    """Train a classifier of features by Adam, and keep the epoch with the best validation accuracy.
 
-    Returns the share of validation rows that it gets right. Draws from torch's global generator.
+    Return the share of validation rows that it gets right. Draws from torch's global generator.
     """
     features, known = training
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
@@ -93,7 +93,7 @@ def train_gate(
         network.train()
         for rows in torch.randperm(len(features)).split(batch_size):
             if len(rows) == 1 < len(features):
-                continue  # batch normalisation has nothing to normalise in a single row
+                continue  # batch normalisation cannot normalise a single row
             loss = cross_entropy(network(features[rows]), known[rows])
             optimizer.zero_grad()
             loss.backward()

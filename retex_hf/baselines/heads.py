@@ -1,4 +1,4 @@
-"""Which head is the surest of a row: how a method without a router chooses one."""
+"""Choice of the most confident head for a row, for methods without a router."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..errors import TaskError
 
 
 def most_confident(scores: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
-    """For every row the task whose head is the surest, and that head's answer.
+    """Return, for every row, the task whose head is the most confident, and that head's answer.
 
-    Heads of different width are compared by their entropy relative to the largest they can have, `log(classes)`.
+    Heads of different width are compared by their entropy relative to its maximum, `log(classes)`.
 
     >>> import torch
     >>> from retex_hf.baselines.heads import most_confident

@@ -1,4 +1,4 @@
-"""Which task does a row belong to? The SVD-residual identifier of ReTeX, apart from its recovery, for any method."""
+"""The SVD-residual task identifier of ReTeX, separate from its recovery, for any method."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .weights import expert_weights
 
 
 class Identifier:
-    """The task whose subspace of features a row is nearest to; features of one body that all tasks share.
+    """Identifies the task whose feature subspace is nearest to a row, with features of one body shared by all tasks.
 
-    It sees `num_reference` training inputs of each task without labels, those that `Retex` sees too: on the average
-    (the default of both) the two give every row to the same task.
+    It sees `num_reference` training inputs of each task without labels, the same as `Retex`: on the averaged model (the
+    default of both), the two identify the same task for every row.
 
     Args:
-        source: The body that features are read from: `"pretrained"`, a merge method as `RetexConfig.merge` names it, or
-            the tensors themselves.
+        source: Body to read features from: `"pretrained"`, a merge method as `RetexConfig.merge` names it, or the
+            tensors themselves.
         num_reference: Inputs per task, N.
         signature_rank: Dimension of a task's subspace, or a ratio of `min(N, width)`.
         feature_layer: A module, the index of a block, or `"auto"`.
@@ -48,7 +48,7 @@ class Identifier:
         )
 
     def fit(self, material: Material) -> None:
-        """Read the reference inputs of every task."""
+        """Fit the signatures on the reference inputs of every task."""
         count = self.config.num_reference
         self._weights, body = expert_weights(material), shared_body(material, self.source)
         self.tasks = self._weights.tasks
@@ -63,25 +63,28 @@ class Identifier:
         self.signatures, self.held_out_accuracies = fit_signatures(
             extractor, candidates, references, count, self.config.signature_rank, progress=False
         )
-        # A pass that stops where the features are.
+        # Run only up to the feature layer.
         self._extractor = extractor([self.signatures.feature_layer])
 
     def residuals(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Distances (rows, T) of every row to every task's subspace."""
+        """Return the distances (rows, T) of every row to every task's subspace."""
         return self.signatures.residuals(self._extractor(inputs)[self.signatures.feature_layer])
 
     def tasks_of(self, inputs: Mapping[str, Tensor]) -> list[str]:
-        """The task of every row."""
+        """Identify the task of every row."""
         return decide(self.residuals(inputs), self.tasks, "hard", 1.0).tasks
 
     def storage_bytes(self, held: Collection[str] = ()) -> int:
-        """Bytes of the signatures, and of the weights that features depend on unless `held` names their source: a
-        method that keeps the base, or can make the average of the experts that it keeps, needs no second copy."""
+        """Return the bytes of the signatures, and of the weights that features depend on.
+
+        The weights are left out if `held` names their source: a method that keeps the base, or can average the experts
+        that it keeps, needs no second copy.
+        """
         signatures = sum(tensor.numel() * 4 for tensor in (self.signatures.mean, self.signatures.basis))
         return signatures if self.source in held else signatures + self.trunk_bytes()
 
     def trunk_bytes(self) -> int:
-        """Bytes of the weights that run before the features are ready."""
+        """Return the bytes of the weights that run before the features are ready."""
         names = set(trunk_parameters(self._extractor, self._sample, self._extractor.model))
         aliases = take_inventory(self._weights.model).aliases
         used = [name for name in self._weights.base if names.intersection(aliases[name])]
@@ -89,7 +92,7 @@ class Identifier:
 
 
 def shared_identifier(material: Material, given: Identifier | None = None) -> Identifier:
-    """The identifier given, or the default one, fitted once for all methods that use it."""
+    """Return the given identifier, or the default one, fitted once for all methods that use it."""
 
     def fitted() -> Identifier:
         identifier = given or Identifier()

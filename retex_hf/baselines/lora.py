@@ -21,7 +21,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 def truncate(matrix: Tensor, rank: int) -> Factors:
-    """The nearest product `B A` of a rank to a matrix (a, b): `B` (a, r) times `A` (r, b).
+    """Return the best rank-r approximation `B A` of a matrix (a, b), as `B` (a, r) and `A` (r, b).
 
     >>> import torch
     >>> from retex_hf.baselines.lora import truncate
@@ -37,16 +37,16 @@ def truncate(matrix: Tensor, rank: int) -> Factors:
 
 
 class LoRA(TaskBodies):
-    """`W_t = W_0 + B_t A_t`, the best approximation of each task vector at a rank. The task must be known.
+    """`W_t = W_0 + B_t A_t`, the best approximation of each task vector at a rank. Must be given the task.
 
     Convolutions are matrices with one row per output channel, stacked experts of an MoE layer one matrix each. A matrix
     whose factors would take no fewer numbers than the matrix is stored whole, and is then exact.
 
     Args:
-        rank: Of every matrix.
+        rank: Rank of every matrix.
         keep_vectors: Store the differences of biases, norms and other 1-D tensors too. A LoRA file cannot hold them,
-            but they are few numbers, and every other method here keeps them: without them the comparison is one of
-            vectors, not of ranks. False leaves them at the base's value.
+            but they are few, and every other method here keeps them: without them, the comparison would measure
+            vectors, not ranks. False leaves them at the base's value.
     """
 
     name = "LoRA"
@@ -84,7 +84,7 @@ class LoRA(TaskBodies):
         return body
 
     def storage_bytes(self) -> int:
-        """The base, and every task's factors and whole differences, as wide as the model stores its tensors."""
+        """Return the bytes of the base, and of every task's factors and whole differences, in the model's dtypes."""
         numbers = {name: self.weights.vectors[name].numel() for name in self.whole}
         numbers |= {name: sum(factor.numel() for factor in _flat(tasks)) for name, tasks in self.factors.items()}
         own = sum(count * self.weights.element_size(name) for name, count in numbers.items())
@@ -95,7 +95,7 @@ class LoRA(TaskBodies):
 
 
 class IdLoRA(Identified, LoRA):
-    """One LoRA per task, with the task from our identifier."""
+    """One LoRA per task, with the task chosen by our identifier."""
 
     name = "ID-LoRA"
 

@@ -1,4 +1,4 @@
-"""One body for all tasks, by any merge; what a merge learns from data is learned once for all methods."""
+"""One body for all tasks, by any merge; a merge that learns from data is learnt once for all methods."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CALIBRATION_BATCH = 32
 
 
 def learned_merge(material: Material, merge: Merge, rows: int = CALIBRATION_ROWS) -> Merge:
-    """A merge with everything found that it finds from data; one that learns nothing is returned as it is.
+    """Return a merge with its coefficients learnt from data; one that learns nothing is returned unchanged.
 
-    AdaMerging sees training inputs without labels (its authors take those of the test); what is chosen by accuracy is
-    chosen on labelled validation data.
+    AdaMerging sees training inputs without labels (its authors use test inputs); choices by accuracy are made on
+    labelled validation data.
 
     Args:
-        material: What may be seen.
+        material: Data that may be seen.
         merge: As `RetexConfig.merge`.
-        rows: Rows per task to learn from, at most.
+        rows: Maximum rows per task to learn from.
     """
     method, options = _split(merge)
     if method not in merge_methods() or not options_to_learn(method, options):
@@ -64,7 +64,7 @@ def _batches(material: Material, task: str, count: int, labelled: bool) -> list[
 
 
 def shared_body(material: Material, source: str | Mapping[str, Any], rows: int = CALIBRATION_ROWS) -> Weights:
-    """As `source_body`, where the merge may also have to be learned (from `rows` rows per task), or be finished."""
+    """Return the body that `source` names, also for a finished merge or one to learn from `rows` rows per task."""
     weights = expert_weights(material)
     if source == PRETRAINED or _is_tensors(source):
         return source_body(weights, source)
@@ -77,7 +77,7 @@ def shared_body(material: Material, source: str | Mapping[str, Any], rows: int =
 
 @torch.no_grad()
 def source_body(weights: ExpertWeights, source: str | Mapping[str, Any]) -> Weights:
-    """The body that `source` names: `"pretrained"`, a merge that has nothing to learn, or the tensors themselves."""
+    """Return the body that `source` names: `"pretrained"`, a merge without learning, or the tensors themselves."""
     if source == PRETRAINED:
         return weights.base
     if _is_tensors(source):
@@ -93,12 +93,12 @@ def source_body(weights: ExpertWeights, source: str | Mapping[str, Any]) -> Weig
 
 
 def merge_name(merge: Merge) -> str:
-    """What to call a merge: the method, or the folder of a finished one."""
+    """Return the name of a merge: the method, or the folder of a finished one."""
     return Path(_split(merge)[0]).name
 
 
 def describe_merge(merge: Merge) -> dict[str, Any]:
-    """A merge in a few plain values: no path of this machine, and of coefficients per task and tensor the means."""
+    """Summarise a merge in plain values: no local paths, and means instead of coefficients per task and tensor."""
     options = {}
     for option, value in _split(merge)[1].items():
         by_tensor = isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
@@ -111,7 +111,7 @@ def _is_tensors(source: str | Mapping[str, Any]) -> bool:
 
 
 def _split(merge: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Method (or checkpoint) and options."""
+    """Return method (or checkpoint) and options."""
     if isinstance(merge, str):
         return merge, {}
     return merge["method"], {option: value for option, value in merge.items() if option != "method"}

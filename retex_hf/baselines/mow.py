@@ -1,4 +1,4 @@
-"""MoW-Merging: blocks in which experts disagree are mixed for every row, all others are merged once."""
+"""MoW-Merging: mixes blocks in which experts disagree for every row, and merges all others once."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from .gate import TaskGate
 class MoW(Dynamic):
     """`W(x) = sum_t g_t(x) W_t` in some blocks, AdaMerging++ in all others (Ye et al., 2025).
 
-    Mixed are the `blocks` attention blocks and as many MLPs whose task vectors have the lowest mean cosine similarity
+    It mixes the `blocks` attention blocks and as many MLPs whose task vectors have the lowest mean cosine similarity
     over pairs of tasks, and all normalisation layers and embeddings. The gate `g` is a small network with a softmax
-    over tasks, trained on the tasks of a few per cent of the training inputs; no label is used. It reads the mean of
-    the last hidden state of the model at `g = 1/T`, which follows from what is stored anyway.
+    over tasks, trained on the tasks of a few per cent of the training inputs, without labels. It reads the mean of the
+    last hidden state of the model at `g = 1/T`, which can be made from the stored tensors.
 
     The authors learn the static part on test inputs and answer under the head of the true task. Here it is learnt on
     training inputs, the gate's epoch is picked on validation inputs, and where the task is unknown the head is that of
     the largest `g_t`.
 
     Args:
-        blocks: How many attention blocks, and how many MLPs, are mixed; all where a model has fewer.
-        mlps: What the linear layers of an MLP are called, in their order (patterns), where they are not found by shape.
-        attention: What attention blocks are called (patterns), where they are not found by class; none if empty.
+        blocks: Number of attention blocks, and of MLPs, to mix; all where a model has fewer.
+        mlps: Name patterns of the linear layers of an MLP, in their order, where they are not found by shape.
+        attention: Name patterns of attention blocks, where they are not found by class; empty for none.
         train_share: Share of each task's training inputs that the gate sees.
         validation_rows: Validation inputs per task, to pick the epoch by.
         hidden: Width of the gate.
-        epochs: Of the gate.
-        learning_rate: Of the gate, by Adam.
-        batch_size: Of the gate.
+        epochs: Epochs of the gate's training.
+        learning_rate: Learning rate of the gate, with Adam.
+        batch_size: Batch size of the gate's training.
         static: A finished body for the tensors that are not mixed. Default: AdaMerging++, learnt here.
-        static_steps: Of AdaMerging++.
-        static_rows_per_task: Inputs of each task in a step of it.
-        static_learning_rate: Of AdaMerging++.
-        static_pool: Unlabelled inputs of each task that these are drawn from.
+        static_steps: Steps of AdaMerging++.
+        static_rows_per_task: Inputs of each task in a step of AdaMerging++.
+        static_learning_rate: Learning rate of AdaMerging++.
+        static_pool: Unlabelled inputs of each task to draw these from.
         density: Share of a task vector that AdaMerging++ keeps.
         progress: Show progress bars.
         options: See `Dynamic`.
@@ -110,7 +110,7 @@ class MoW(Dynamic):
         return Mixtures(weights, corners, static)
 
     def _choose_blocks(self) -> list[tuple[str, ...]]:
-        """The blocks in which task vectors agree the least, as names of modules."""
+        """Choose the blocks in which task vectors agree the least; return names of modules."""
         model, body = self.weights.model, self.weights.base
         mlps = require_mlps(model, body, self.name, self.mlps)
         attention = [(name,) for name in find_attention(model, body, mlps, self.attention)]
@@ -148,7 +148,7 @@ class MoW(Dynamic):
         return self.gate(inputs)
 
     def storage_bytes(self) -> int:
-        """What is merged once, every expert's own of what is mixed, the gate."""
+        """Return the bytes of the static tensors, every expert's copy of the mixed ones, and the gate."""
         weights, dynamic = self.weights, set(self.dynamic)
         copies = {name: len(weights.tasks) if name in dynamic else 1 for name in weights.base}
         numbers = {name: copies[name] * base.numel() for name, base in weights.base.items()}
@@ -160,12 +160,12 @@ class MoW(Dynamic):
 
 
 def gate_network(width: int, hidden: int, tasks: int) -> nn.Sequential:
-    """One hidden layer."""
+    """Make a network with one hidden layer."""
     return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, tasks))
 
 
 def similarity(weights: ExpertWeights, names: Collection[str]) -> float:
-    """Mean cosine similarity, over pairs of tasks, of the task vectors of some tensors taken together; of one, 1."""
+    """Return the mean cosine similarity of task vectors of some tensors over pairs of tasks; 1 for one task."""
     vectors = normalize(torch.cat([weights.vectors[name].flatten(1) for name in names], 1), dim=1)
     pairs = list(combinations(range(len(vectors)), 2))
     return sum(float(vectors[a] @ vectors[b]) for a, b in pairs) / len(pairs) if pairs else 1.0

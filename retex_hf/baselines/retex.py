@@ -1,4 +1,4 @@
-"""ReTeX as a method among others."""
+"""ReTeX, behind the interface of the other methods."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .merges import CALIBRATION_ROWS, describe_merge, learned_merge
 
 
 class Retex(Method):
-    """The merged model, the recovery of every expert, and signatures of the tasks.
+    """ReTeX: the merged model, the recovery of every expert, and the signatures of the tasks.
 
-    Sees the weights, and `num_reference` training inputs of each task without labels (none where the configuration
-    asks for `signatures="weights"`).
+    It sees the weights, and `num_reference` training inputs of each task without labels (none if the configuration asks
+    for `signatures="weights"`).
 
     Args:
         config: Defaults to `RetexConfig()`. Soft routing is `RetexConfig(routing="soft")`.
-        name: How tables call it.
-        model: A finished model instead; it gets signatures if it has none, and there are inputs to fit them on.
-        calibration_rows: Rows per task that a merge learns from, where it does; see `learned_merge` for what it sees.
-        options: Go to `RetexModel.from_experts`.
+        name: Name in tables.
+        model: A finished model to use instead; signatures are fitted if it has none and there are inputs.
+        calibration_rows: Rows per task that a learnt merge sees; see `learned_merge`.
+        options: Further arguments of `RetexModel.from_experts`.
     """
 
     routes = True
@@ -68,13 +68,16 @@ class Retex(Method):
         return Prediction(self.readout.answers(output, chosen), chosen)
 
     def storage_bytes(self) -> int:
-        """The artifact without its heads: merged body, factors as they are stored, signatures, and the base's tensors
-        where features come from those."""
+        """Return the bytes of the artifact without its heads.
+
+        These are the merged body, the stored factors, the signatures, and the base's tensors where features come from
+        those.
+        """
         sizes = sizes_of(self.model.parts())
         return sum(sizes.values()) - sizes.get(HEADS, 0)
 
     def body_bytes(self) -> int:
-        """The merged model without a head."""
+        """Return the bytes of the merged model without a head."""
         return sizes_of(self.model.parts())[BODY]
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One body under the heads of all tasks, with gradients: the body runs once for all of them."""
+"""One body under the heads of all tasks, with gradients; one pass of the body serves all heads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from ..merging.expert_weights import ExpertWeights
 
 
 class SharedBody:
-    """Models of all tasks that share one body, module by module: what is changed in one of its modules is changed for
-    all tasks.
+    """Models of all tasks that share the modules of one body, so that a change to one of them applies to all tasks.
 
-    `modules` are the models. They are one and the same where heads lie outside of them.
+    `modules` are the models. They are one and the same where heads are outside of them.
     """
 
     def __init__(self, weights: ExpertWeights, body: Mapping[str, Tensor]) -> None:
@@ -36,7 +35,7 @@ class SharedBody:
             self._let_remember(part)
 
     def scores(self, readout: Readout, inputs: Mapping[str, Tensor], tasks: Sequence[str]) -> dict[str, Tensor]:
-        """Scores (rows, classes) of a batch under the heads of some tasks, from one pass of the body."""
+        """Return the scores (rows, classes) of a batch under the heads of some tasks, from one pass of the body."""
         self._memory = {}
         try:
             found = {}
@@ -65,7 +64,7 @@ class SharedBody:
 
 
 def headless(module: nn.Module, heads: Collection[str], prefix: str = "") -> Iterator[str]:
-    """Names of the largest modules that have weights, but none of a head."""
+    """Yield the names of the largest modules that have weights, but none of a head."""
     inside = [name for name in heads if name.startswith(f"{prefix}." if prefix else "")]
     if inside:
         for name, child in module.named_children():

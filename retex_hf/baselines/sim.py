@@ -1,4 +1,4 @@
-"""SiM: the experts themselves, chosen by our identifier. The upper reference for routing."""
+"""SiM: the experts themselves, chosen by our identifier. The upper bound for routing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from .static import Individual
 
 
 class SiM(Identified, Individual):
-    """All experts stored whole, the task from our identifier: what it gets wrong, only the identifier gets wrong."""
+    """All experts stored whole, with the task chosen by our identifier: its loss is that of identification alone."""
 
     name = "SiM"
-    # The average can be made of the stored experts.
+    # The average can be computed from the stored experts.
     held = ("average",)

@@ -22,7 +22,7 @@ HEADS = ("confidence", "identifier")
 
 
 class Individual(TaskBodies):
-    """The expert of the true task: what every method is measured against. Nothing here tells tasks apart."""
+    """The expert of the true task, against which every method is measured. Does not identify tasks."""
 
     name = "individual"
 
@@ -36,17 +36,17 @@ class Individual(TaskBodies):
 class OneBody(TaskBodies):
     """One body for all tasks, under the head of the row's task.
 
-    Authors' scripts hand the true head to the model. Here, with the task unknown, the head is chosen as well:
+    Authors' scripts give the true head to the model. Here, with the task unknown, the head is chosen as well.
 
     Args:
         head: `"confidence"` takes the head whose answer has the lowest entropy relative to the logarithm of its number
-            of classes; `"identifier"` takes the head of the task that our identifier says. Generators have no head.
-        identifier: Another one than the default, which all methods share.
+            of classes; `"identifier"` takes the head of the task that our identifier chooses. Generators have no head.
+        identifier: Identifier to use; default: the one that all methods share.
     """
 
     modes = ("known", "unknown")
     source: Any
-    """What the body is, in the words of `Identifier.source`."""
+    """The body, as `Identifier.source` names it."""
 
     def __init__(self, head: str = "confidence", identifier: Identifier | None = None) -> None:
         if head not in HEADS:
@@ -64,13 +64,13 @@ class OneBody(TaskBodies):
 
     @abstractmethod
     def make_body(self, material: Material) -> Weights:
-        """The one body."""
+        """Make the one body."""
 
     def body(self, task: str) -> Weights:
         return self._body
 
     def module(self, task: str) -> nn.Module:
-        # All share the body, so none takes room of its own.
+        # All modules share the body, so none takes memory of its own.
         return self._cache.get(task, lambda: self.weights.module(self._body, task))
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class OneBody(TaskBodies):
             return Prediction(answers, chosen)
         if self.readout.chooses_head and any(self.weights.heads.values()):
             return super().predict(inputs, tasks, oracle=oracle)
-        # No head inside the model, so all rows run together.
+        # Heads are outside of the model, so all rows run together.
         if tasks is None and self.readout.chooses_head:
             tasks = self.choose(inputs)
         output = self.readout.call(self.module(self.weights.tasks[0]), inputs)
@@ -97,7 +97,7 @@ class OneBody(TaskBodies):
 
 
 class ZeroShotBase(OneBody):
-    """The pre-trained body under each task's head: what there was before any fine-tuning."""
+    """The pre-trained body under each task's head, before any fine-tuning."""
 
     name = "zero-shot"
     source = PRETRAINED
@@ -107,14 +107,14 @@ class ZeroShotBase(OneBody):
 
 
 class Merged(OneBody):
-    """A merged body, as ReTeX starts from it, with nothing recovered.
+    """The merged body that ReTeX starts from, without recovery.
 
     Args:
         merge: As `RetexConfig.merge`: a registered method, one with options, or a finished merge.
         head: See `OneBody`.
         identifier: See `OneBody`.
-        name: How tables call it; default: the merge, and how the head is chosen where not by confidence.
-        calibration_rows: Rows per task that a merge learns from; see `learned_merge` for what it sees.
+        name: Name in tables; default: the merge, and how the head is chosen if not by confidence.
+        calibration_rows: Rows per task that a learnt merge sees; see `learned_merge`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Twin-Merging: a shared expert, and what each task adds to it in few directions, mixed by a trained router."""
+"""Twin-Merging: a shared expert plus low-rank task parts, mixed by a trained router."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .gate import TaskGate
 
 
 class TwinMerging(Dynamic):
-    """`theta(x) = theta* + sum_t softmax(router(x))_t v_t` for every row by itself (Lu et al., 2024).
+    """`theta(x) = theta* + sum_t softmax(router(x))_t v_t` for each row (Lu et al., 2024).
 
     `theta*` is task arithmetic, `v_t` the truncated SVD of `theta_t - theta*` (vectors are kept whole), and the router
-    a network on the mean of `theta*`'s last hidden state. The router is trained on training inputs and their tasks; no
-    label is used.
+    a network on the mean of `theta*`'s last hidden state. The router is trained on training inputs and their tasks,
+    without labels.
 
     The authors pick the router's epoch by test accuracy and answer under the head of the true task. Here the epoch is
     picked on validation inputs, and where the task is unknown the head is that of the router's first choice.
 
     Args:
-        scale: Of the task vectors in `theta*`.
+        scale: Factor of the task vectors in `theta*`.
         rank_ratio: Share of the singular values of a matrix that are kept.
         rows_per_task: Training inputs of the router.
         validation_rows: Validation inputs per task, to pick the epoch by.
         epochs: Passes over the training inputs.
-        learning_rate: Of Adam.
+        learning_rate: Learning rate of Adam.
         batch_size: Rows of a step.
-        dropout: In the router.
+        dropout: Dropout of the router.
         progress: Show progress bars.
         options: See `Dynamic`.
     """
@@ -87,7 +87,7 @@ class TwinMerging(Dynamic):
         return self.gate(inputs)
 
     def storage_bytes(self) -> int:
-        """The shared expert, the factors of what tasks add to it, the router."""
+        """Return the bytes of the shared expert, the factors of the task parts, and the router."""
         exclusive = bytes_of(self.weights, self._exclusive_numbers)
         return self.weights.body_bytes() + exclusive + 4 * self.gate.numbers()
 
@@ -96,7 +96,7 @@ class TwinMerging(Dynamic):
 
 
 def router(width: int, tasks: int, dropout: float = 0.5) -> nn.Sequential:
-    """Two blocks of twice the width of the features, then one score per task."""
+    """Make the router: two blocks of twice the width of the features, then one score per task."""
     layers: list[nn.Module] = []
     for inputs in (width, 2 * width):
         layers += [nn.Linear(inputs, 2 * width), nn.BatchNorm1d(2 * width), nn.LeakyReLU(), nn.Dropout(dropout)]
@@ -104,10 +104,10 @@ def router(width: int, tasks: int, dropout: float = 0.5) -> nn.Sequential:
 
 
 def truncated(difference: Tensor, ratio: float) -> tuple[Tensor, int]:
-    """The best approximation by a share of the singular values, and how many numbers its factors hold.
+    """Return the best approximation by a share of the singular values, and how many numbers its factors hold.
 
-    Convolutions are matrices with a row per output channel; vectors are kept whole, and so is what its factors would
-    not make smaller.
+    Convolutions are matrices with a row per output channel. Vectors are kept whole, and so are matrices that factors
+    would not make smaller.
     """
     matrix = difference.squeeze()
     if matrix.ndim < 2:

@@ -1,4 +1,4 @@
-"""The experts in memory, as the methods share them."""
+"""The experts in memory, shared by all methods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..merging.expert_weights import ExpertWeights
 
 
 def expert_weights(material: Material) -> ExpertWeights:
-    """The base and all experts, read once for all methods. Nobody may write to them."""
+    """Return the base and all experts, read once for all methods. Treat them as read-only."""
     return material.once("weights", lambda: load_expert_weights(material.base, material.experts))
 
 
 @dataclass(frozen=True)
 class WeightTensors:
-    """Experts in memory, as merge methods read them (`retex_hf.merging.TaskTensors`)."""
+    """Experts in memory, in the form that merge methods read (`retex_hf.merging.TaskTensors`)."""
 
     weights: ExpertWeights
 

@@ -24,7 +24,7 @@ from .heads import most_confident
 from .shared_body import SharedBody
 from .weights import expert_weights
 
-# Weights of so many rows of one layer are mixed at once.
+# Approximate memory of the weights that are mixed at once, for several rows of one layer.
 LAYER_BYTES = 64 * 1024**2
 # With so few tokens, applying all task vectors costs less than mixing them first.
 FEW_TOKENS = 2
@@ -35,20 +35,20 @@ class WEMoE(Method):
 
     `w(x)` is the mean over the tokens of a row of `fc2(relu(fc1 h))`, a router in front of each MLP, without softmax.
     Routers start at `w = scale`, where the whole model is task arithmetic, and are trained on the entropy of answers.
-    While a model generates, a row's tokens are those of the step.
+    During generation, a row's tokens are those of the current step.
 
     The authors train on the test inputs, and answer under the head of the true task. Here routers are trained on
-    training inputs, without labels. Coefficients differ from MLP to MLP and say no task, so where the task is unknown
-    the head is the one whose answer has the lowest entropy relative to the logarithm of its number of classes. With
-    oracle routing, `w` is one for the true task and zero for others, in every MLP.
+    training inputs, without labels. Coefficients differ between MLPs and do not identify a task, so where the task is
+    unknown the head is the one whose answer has the lowest entropy relative to the logarithm of its number of classes.
+    With oracle routing, `w` is one for the true task and zero for others, in every MLP.
 
     Args:
-        scale: Of the task vectors outside of MLPs, and of the routers' first output.
-        mlps: What the linear layers of an MLP are called, in their order (patterns), where they are not found by shape.
-        steps: Of training.
+        scale: Factor of the task vectors outside of MLPs, and initial output of the routers.
+        mlps: Name patterns of the linear layers of an MLP, in their order, where they are not found by shape.
+        steps: Training steps.
         rows_per_task: Inputs of each task in a step.
-        learning_rate: Of Adam, at the start of a cosine.
-        remember: Keep what was computed for a row, as `Dynamic` does.
+        learning_rate: Initial learning rate of Adam, with cosine decay.
+        remember: Cache the result of each row, as `Dynamic` does.
         progress: Show a progress bar.
     """
 
@@ -84,7 +84,7 @@ class WEMoE(Method):
         self.entropies = self._train(material)
 
     def _train(self, material: Material) -> list[float]:
-        """Lower the entropy of answers to training inputs; returns its mean over tasks at every step."""
+        """Minimise the entropy of answers to training inputs; return its mean over tasks at every step."""
         tasks, generator = self.weights.tasks, random.Random(material.seed)
         routers = nn.ModuleList(expert.router for expert in self.experts)
         optimizer = torch.optim.Adam(routers.parameters(), lr=self.learning_rate)
@@ -127,13 +127,13 @@ class WEMoE(Method):
     def _answer(
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None, fixed: Tensor | None = None
     ) -> list[tuple[str | None, dict[str | None, Answer]]]:
-        """For every row the surest head, where no tasks are given, and its answers under the heads that were asked."""
+        """Return every row's most confident head (if no tasks are given) and its answers under the requested heads."""
         names = self.weights.tasks
         if not self.readout.chooses_head:
             output = self._run(inputs, fixed, partial(self.readout.call, self.shared.modules[names[0]]))
             count = len(next(iter(inputs.values())))
             texts = self.readout.answers(output, names[:1] * count)
-            # A text is the same whatever the task, also where nobody says any.
+            # Generated text does not depend on the task, given or not.
             return [(None, dict.fromkeys((*names, None), text)) for text in texts]
         scores = self._scores(inputs, tasks or names, fixed)
         chosen = most_confident(scores)[0] if tasks is None else tasks
@@ -146,7 +146,7 @@ class WEMoE(Method):
         return self._run(inputs, fixed, lambda batch: self.shared.scores(self.readout, batch, tasks))
 
     def _run(self, inputs: Mapping[str, Tensor], fixed: Tensor | None, call: Any) -> Any:
-        """Call a function of a batch, with MLPs that know which tokens are padding and which coefficients are given."""
+        """Call a function on a batch, with MLPs that know the padding mask and the given coefficients."""
         inputs = without_padding(inputs)
         for expert in self.experts:
             expert.fixed, expert.mask = fixed, inputs.get("attention_mask")
@@ -157,7 +157,7 @@ class WEMoE(Method):
                 expert.fixed = expert.mask = expert.coefficients = None
 
     def storage_bytes(self) -> int:
-        """One body (whose MLPs are the base's), the task vectors of MLPs, the routers."""
+        """Return the bytes of one body (whose MLPs are the base's), the task vectors of MLPs, and the routers."""
         tensors = {name for expert in self.experts for name in expert.names}
         vectors = bytes_of(self.weights, {name: self.weights.vectors[name].numel() for name in tensors})
         routers = sum(p.numel() for expert in self.experts for p in expert.router.parameters())
@@ -170,10 +170,10 @@ class WEMoE(Method):
 
 
 class MixedMLP:
-    """Takes over the linear layers of one MLP of a model, and mixes their weights for every row.
+    """Replaces the linear layers of one MLP of a model, and mixes their weights for every row.
 
-    `router` gives the coefficients (rows, T) from the input of the first layer, over the tokens that `mask` leaves;
-    `fixed` stands in for it where it is given.
+    `router` gives the coefficients (rows, T) from the input of the first layer, over the tokens that `mask` keeps;
+    `fixed` replaces it where it is given.
     """
 
     def __init__(self, weights: ExpertWeights, model: nn.Module, layers: Sequence[str], scale: float) -> None:
@@ -184,7 +184,7 @@ class MixedMLP:
         self.coefficients: Tensor | None = None
         for position, layer in enumerate(layers):
             module = model.get_submodule(layer)
-            # The base is one more vector, whose coefficient is one.
+            # The base is one more vector, with coefficient one.
             stack = torch.cat([weights.vectors[f"{layer}.weight"], weights.base[f"{layer}.weight"][None]])
             if isinstance(module, Conv1D):
                 stack = stack.transpose(1, 2).contiguous()
@@ -209,11 +209,11 @@ class MixedMLP:
         return pool(per_token.flatten(1, -2), self.mask if fits else None, "mean")
 
     def _given(self, rows: int) -> Tensor:
-        return self.fixed.repeat_interleave(rows // len(self.fixed), 0)  # beams of a row follow each other
+        return self.fixed.repeat_interleave(rows // len(self.fixed), 0)  # beams of a row are adjacent
 
 
 def mlp_router(width: int, tasks: int, start: float) -> nn.Sequential:
-    """Two layers that give every task the coefficient `start` at first, up to a little noise."""
+    """Make a network of two layers whose initial output is `start` for every task, up to a little noise."""
     router = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, tasks))
     for layer, bias in ((router[0], 0.0), (router[2], start)):
         nn.init.normal_(layer.weight, std=0.01)
@@ -222,11 +222,11 @@ def mlp_router(width: int, tasks: int, start: float) -> nn.Sequential:
 
 
 def mixed_linear(hidden: Tensor, coefficients: Tensor, stack: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`h_b W_b^T + bias_b` with `W_b = sum_k c_bk W_k` for every row b by itself.
+    """Return `h_b W_b^T + bias_b` with `W_b = sum_k c_bk W_k` for every row b.
 
     Args:
-        hidden: (rows, ..., in).
-        coefficients: (rows, K).
+        hidden: Inputs (rows, ..., in).
+        coefficients: Coefficients `c_bk` (rows, K).
         stack: The tensors `W_k` (K, out, in).
         bias: Their biases (K, out).
     """
@@ -246,7 +246,7 @@ def mixed_linear(hidden: Tensor, coefficients: Tensor, stack: Tensor, bias: Tens
 def _with_own_weights(tokens: Tensor, coefficients: Tensor, stack: Tensor) -> Tensor:
     def apply(tokens: Tensor, coefficients: Tensor) -> Tensor:
         weights = (coefficients @ stack.flatten(1)).view(-1, *stack.shape[1:])
-        # With the weights on the left, their gradient comes in the order of the stack and need not be copied.
+        # With the weights on the left, their gradient has the order of the stack and need not be copied.
         return torch.bmm(weights, tokens.transpose(1, 2)).transpose(1, 2)
 
     if not torch.is_grad_enabled():
@@ -256,7 +256,7 @@ def _with_own_weights(tokens: Tensor, coefficients: Tensor, stack: Tensor) -> Te
 
 
 def _in_decoder(model: nn.Module, layer: str) -> bool:
-    """Whether a layer sees the tokens that are being generated, to which the mask of the inputs does not belong."""
+    """Return whether a layer sees generated tokens, to which the mask of the inputs does not apply."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     decoder = model.get_decoder()

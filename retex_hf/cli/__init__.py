@@ -1,6 +1,6 @@
 """The command line: `retex COMMAND`.
 
-Exit codes: 0 done, 2 wrong input (one sentence on standard error), 130 interrupted, 1 a defect of ours, with a
+Exit codes: 0 success, 2 invalid input (one line on standard error), 130 interrupted, 1 a bug in this library, with a
 traceback.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from . import streams
 
-# Command -> (module, options class, what it does). Modules are imported when their command is called: `retex --help`
+# Command -> (module, options class, summary). Modules are imported when their command is called, so that `retex --help`
 # does not wait for torch.
 COMMANDS = {
     "build": ("build", "BuildOptions", "merge experts and solve for the recovery of each, from a recipe or flags"),
@@ -47,7 +47,7 @@ Example, from experts to answers:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = f"retex {arguments[0]}" if arguments and arguments[0] in COMMANDS else "retex"
     closed = sys.stdout is None
@@ -59,15 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         try:
             code = _dispatch(arguments)
-        except SystemExit as error:  # argparse has shown its help
+        except SystemExit as error:  # argparse has printed its help or its error
             leaving = error
-        sys.stdout.flush()  # here, and not at the interpreter's end, where a full disk is a traceback
-    except BrokenPipeError:  # `retex predict ... | head` has what it wanted
+        sys.stdout.flush()  # flush here: at interpreter exit, a full disk would print a traceback
+    except BrokenPipeError:  # the reader has closed the pipe, as in `retex predict ... | head`
         streams.abandon()
         return code
     except OSError as error:
         streams.abandon()
-        if code == 0:  # else it was said already what is wrong
+        if code == 0:  # otherwise the error has been reported already
             streams.complain(f"{name}: standard output: {error.strerror}.")
         return 2
     if leaving is not None:
@@ -108,7 +108,7 @@ def _run(name: str, arguments: list[str]) -> int:
         return 2
     except BrokenPipeError:
         raise
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # a full disk, or a folder without write permission
         where = f"{error.filename}: " if error.filename else ""
         streams.complain(visible(f"retex {name}: {where}{error.strerror or first_line(error)}."))
         return 2
@@ -126,7 +126,7 @@ def _run_within_memory(name: str, options: Any) -> None:
 
 
 def _be_quiet() -> None:
-    """Loading bars and advice of other libraries would hide what commands say."""
+    """Silence progress bars and advice of other libraries, which would hide the command's own output."""
     import datasets
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging

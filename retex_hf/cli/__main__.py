@@ -1,4 +1,4 @@
-"""`python -m retex_hf.cli`, where scripts of the environment are not on the path."""
+"""Entry point of `python -m retex_hf.cli`, for environments whose scripts are not on the path."""
 
 import sys
 

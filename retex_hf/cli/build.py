@@ -1,4 +1,4 @@
-"""`retex build`."""
+"""The command `retex build`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..utils.terminal import say
 from ..workflows.from_recipe import differences, make
 from .options import POSITIONAL, Options, Parser, add_fields
 
-# Sections of a recipe whose fields are flags of their own, and what only the library writes.
+# Sections of a recipe whose fields have flags of their own, and fields that only the library writes.
 NOT_FLAGS = {"config", "training", "changes", "unrecorded", "made_with", "experts", "data"}
 # For processes of accelerate, which `examples/train.py` starts.
 OF_ACCELERATE = {"mixed_precision", "gradient_accumulation_steps", "log_with", "cpu", "analyse"}
@@ -27,15 +27,15 @@ OF_ACCELERATE = {"mixed_precision", "gradient_accumulation_steps", "log_with", "
 class BuildOptions(Options):
     """Merge experts and solve for the recovery of each, into one folder.
 
-    Everything may be in a recipe, a YAML file whose keys are the flags below; flags win. The artifact keeps the recipe
-    it was made by: building from that again gives the same files. A build that was interrupted continues where it was.
-    With data, signatures are fitted too.
+    All options can be set in a recipe, a YAML file whose keys are the flags below; flags override it. The artifact
+    stores its recipe: building from that again gives the same files. An interrupted build resumes. With data,
+    signatures are fitted too.
 
     Args:
-        recipe: A YAML file, or an artifact, whose recipe is taken.
+        recipe: A YAML file, or an artifact whose recipe to use.
         experts: An expert: a folder, a Hub id (org/repo, org/repo/subfolder), a PEFT adapter of either kind, or a GGUF
-            file. Once per task.
-        data: Data of a task, to fit signatures on: a folder, a file or a Hub id. Once per task.
+            file. Repeat for each task.
+        data: Data of a task, to fit signatures on: a folder, a file or a Hub id. Repeat for each task.
     """
 
     EXAMPLES = """
@@ -55,7 +55,7 @@ class BuildOptions(Options):
         add_fields(parser, cls, {"flags"})
         add_fields(parser.add_argument_group("the build"), Recipe, NOT_FLAGS | left_out)
         add_fields(parser.add_argument_group("RetexConfig"), RetexConfig, FILLED_ON_BUILD)
-        # The draw of references and the draws of training have one seed.
+        # The draw of references and the draws of training share one seed.
         add_fields(parser.add_argument_group("TrainingConfig, for --solver adam"), TrainingConfig, {"seed"})
 
     @classmethod
@@ -65,7 +65,7 @@ class BuildOptions(Options):
         return cls(flags=flags, **{name: values[name] for name in own if values[name] is not None})
 
     def as_recipe(self) -> Recipe:
-        """The recipe file, overridden by flags."""
+        """Return the recipe file, overridden by flags."""
         recipe = Recipe() if self.recipe is None else Recipe.read(_recipe_file(self.recipe))
         values = recipe.to_dict()
         values["experts"] = {**recipe.experts, **self.experts}

@@ -1,4 +1,4 @@
-"""`retex demo`."""
+"""The command `retex demo`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DemoOptions(DeviceOptions):
     Args:
         artifact: A folder or Hub id.
         host: The address to listen on. Default: this machine only.
-        port: The port. Default: a free one from 7860 on.
+        port: The port to listen on. Default: the first free one from 7860.
         open: Open the page in a browser.
-        revision: Of a Hub id: a branch, tag or commit.
+        revision: Branch, tag or commit of a Hub id.
     """
 
     EXAMPLES = """
@@ -36,7 +36,7 @@ class DemoOptions(DeviceOptions):
     revision: str | None = None
 
     def run(self) -> None:
-        from ..demo import launch  # says what to install, where the extra is missing
+        from ..demo import launch  # raises an error that says what to install if the extra is missing
 
         if self.port is not None and not 1 <= self.port <= 65_535:
             raise ConfigError(f"--port must be from 1 to 65535, not {self.port}.")

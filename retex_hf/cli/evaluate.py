@@ -1,4 +1,4 @@
-"""`retex eval`."""
+"""The command `retex eval`."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class EvalOptions(DeviceOptions):
 
     Args:
         artifact: A folder or Hub id.
-        data: Labelled data of a task, as for sign. Default: with --trust-recipe, the data named in the artifact's
-            recipe.
-        trust_recipe: Read what the artifact's own recipe names: data, and with --individual experts and base, on this
-            machine or the Hub. For artifacts that you or people you trust built.
-        split: Which part of the data.
+        data: Labelled data of a task, as for sign. Repeat for each task. Default: with --trust-recipe, the data named
+            in the artifact's recipe.
+        trust_recipe: Read the sources that the artifact's own recipe names, on this machine or the Hub: data and, with
+            --individual, experts and base. Only for artifacts built by you or by people you trust.
+        split: Split of the data.
         input_column: The column of texts or images, or two of them, [a, b]. Default: with the recipe's data, the
             recipe's; else found by common names.
         label_column: The column of labels. Default: found by common names.
-        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
-        rows: Take at most so many rows of each task, drawn at random.
-        individual: Also run the experts themselves, and give figures relative to them. They are held in the host's
-            memory, and run on the CPU.
-        experts: An expert for --individual. Once per task. Default: with --trust-recipe, those of the recipe.
+        max_length: Truncate texts to this many tokens. Default: as in the recipe, else the tokenizer's limit.
+        rows: Draw at most this many rows of each task at random. Default: all.
+        individual: Also run the experts, and give figures relative to them. Experts are held in host memory and run on
+            the CPU.
+        experts: An expert for --individual. Repeat for each task. Default: with --trust-recipe, those of the recipe.
         base: The base for --individual. Default: with --trust-recipe, that of the recipe.
         batch_size: Rows per call.
         classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
-        prompt: For those: what a class name is put into.
-        max_new_tokens: For models that answer in words: the longest answer.
-        seed: Of the order of the stream, and of the draw of rows.
-        save: Keep the figures in the artifact and on its card.
-        results_dir: Also write results.json, results.md and results.png here.
+        prompt: For those: the template that a class name is put into.
+        max_new_tokens: For models that generate text: maximum length of an answer.
+        seed: Seed of the order of the stream and of the draw of rows.
+        save: Store the figures in the artifact and on its card.
+        results_dir: Also write results.json, results.md and results.png to this folder.
         json: Print the figures as JSON.
     """
 
@@ -83,7 +83,7 @@ class EvalOptions(DeviceOptions):
         if self.prompt != PROMPT and self.classes is None:
             raise ConfigError("--prompt is for --classes.")
         if self.results_dir is not None:
-            check_target(self.results_dir)  # before the work, not after it
+            check_target(self.results_dir)  # fail before the work, not after it
         model = RetexModel.from_pretrained(self.artifact, **self.model_options)
         recipe = model.recipe or {}
         data = self.data or self._trusted_data(recipe, model.tasks)
@@ -124,7 +124,7 @@ class EvalOptions(DeviceOptions):
         return named
 
     def _individual(self, recipe: dict, tasks: list[str]) -> tuple[dict[str, str], str | None]:
-        """The experts and their base: those that the caller names, and else those of a recipe that is trusted."""
+        """Return the experts and their base: those that the caller names, else those of a trusted recipe."""
         found = {**known_experts(recipe), **self.experts}
         missing = [task for task in tasks if task not in found]
         if missing:

@@ -1,4 +1,4 @@
-"""`retex export`."""
+"""The command `retex export`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .options import POSITIONAL, DeviceOptions
 class ExportOptions(DeviceOptions):
     """Write one task as a plain checkpoint of the recovered expert, or as a LoRA adapter of the merged model.
 
-    A checkpoint needs nothing of this library. An adapter is loaded by PEFT onto the merged model, which is what the
-    artifact's folder is for other libraries.
+    A checkpoint loads without this library. PEFT loads an adapter onto the merged model, which other libraries load
+    from the artifact's folder.
 
     Args:
         artifact: A folder or Hub id.
-        task: Which task.
+        task: The task to export.
         output_dir: The folder to write.
-        format: What to write.
-        scope: With --format lora: all that PEFT can carry, only what it can run in a batch of several adapters (batch),
-            or only linear layers at one rank, as servers such as vLLM take them (linear). What is left out is named.
-            Default: all.
-        revision: Of a Hub id: a branch, tag or commit.
+        format: The format to write.
+        scope: With --format lora: all layers that PEFT supports (all), only those it can run in a batch of several
+            adapters (batch), or only linear layers at one rank, as servers such as vLLM require (linear). Layers left
+            out are listed. Default: all.
+        revision: Branch, tag or commit of a Hub id.
     """
 
     EXAMPLES = """

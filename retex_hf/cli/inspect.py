@@ -1,4 +1,4 @@
-"""`retex inspect`."""
+"""The command `retex inspect`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .options import POSITIONAL, Options
 
 @dataclasses.dataclass
 class InspectOptions(Options):
-    """Say what an artifact holds: tasks, ranks, recovery errors, spectra, storage, provenance, recipe.
+    """Describe an artifact: tasks, ranks, recovery errors, spectra, storage, provenance, recipe.
 
     Nothing is run, and the merged model is not loaded.
 
     Args:
         artifact: A folder or Hub id.
-        layers: A line for every layer, instead of one for every type of layers.
-        spectra: Read the factors, to say how many directions hold 90 percent of what is recovered.
+        layers: Print a line for every layer, instead of one for every type of layer.
+        spectra: Read the factors, and report how many directions hold 90 percent of the recovered energy.
         json: Print everything as JSON.
-        revision: Of a Hub id: a branch, tag or commit.
+        revision: Branch, tag or commit of a Hub id.
     """
 
     EXAMPLES = """

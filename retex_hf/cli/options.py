@@ -1,4 +1,4 @@
-"""One options class per command: its fields become arguments, its documentation becomes their help."""
+"""One options class per command: its fields become arguments, and its docstring becomes their help."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ Self = TypeVar("Self", bound="Options")
 
 
 POSITIONAL = "positional"
-"""Marks a field that is given by its place, `Annotated[str, POSITIONAL]`; a field may also name its flag there."""
+"""Marks a positional field, as in `Annotated[str, POSITIONAL]`; a field may also name its flag there."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with wrong input told in one sentence."""
+    """An argument parser that reports invalid input in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help).")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; argparse itself would not say that it cannot be written."""
+        """Print the help, and fail if it cannot be written; argparse would ignore that."""
         print(self.format_help(), end="", file=file)
 
 
 class Options(ABC):
-    """Base of the options of a command. Subclasses are dataclasses with `EXAMPLES` and `run`."""
+    """Base class of a command's options. Subclasses are dataclasses with `EXAMPLES` and `run`."""
 
     EXAMPLES = ""
 
     @classmethod
     def parse(cls: type[Self], prog: str, arguments: list[str]) -> Self:
-        """Read the command line."""
+        """Parse the command line."""
         parser = cls.parser(prog)
         return cls.from_namespace(vars(parser.parse_args(arguments)))
 
@@ -69,12 +69,12 @@ class Options(ABC):
 
     @property
     def progress(self) -> bool:
-        """Whether somebody is watching."""
+        """Return whether to show progress: only on a terminal."""
         return sys.stderr.isatty()
 
     @abstractmethod
     def run(self) -> None:
-        """Do what was asked for; results go to standard output."""
+        """Run the command; results go to standard output."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,12 +82,12 @@ class DeviceOptions(Options):
     """Options of a command that runs the model of an artifact.
 
     Args:
-        device: The device that computes, such as cuda, cuda:1 or mps; auto is an accelerator, if there is one. Default:
-            the CPU.
-        device_map: Spread the model as transformers does: auto, or {module: device, ...}. Instead of --device.
-        offload_folder: Where to keep what --device-map leaves on the disk.
-        dtype: Hold and run the model in float32, bfloat16 or float16; what is then saved whole is in it too. Default:
-            auto, as it is stored.
+        device: The device to compute on, such as cuda, cuda:1 or mps; auto uses an accelerator if there is one.
+            Default: the CPU.
+        device_map: Distribute the model as transformers does: auto, or {module: device, ...}. Replaces --device.
+        offload_folder: Folder for the weights that --device-map leaves on disk.
+        dtype: Load and run the model in float32, bfloat16 or float16; a model saved afterwards has this dtype too.
+            Default: auto, the stored dtype.
     """
 
     device: str | None = None
@@ -104,7 +104,7 @@ class DeviceOptions(Options):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """What `RetexModel.from_pretrained` is told of this."""
+        """Return the options for `RetexModel.from_pretrained`."""
         given = {"device": self.device, "device_map": self.device_map, "dtype": self.dtype}
         return given if self.offload_folder is None else {**given, "offload_folder": str(self.offload_folder)}
 
@@ -128,7 +128,7 @@ def _add_field(group: Any, field: dataclasses.Field, hint: Any, text: str) -> No
     text = text.replace("%", "%%")
     if flag == POSITIONAL:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        # With a default, though it is none, argparse does not call the argument required.
+        # With an explicit default, even None, argparse does not treat the argument as required.
         shape = {"nargs": "*", "default": None} if many else {} if required else {"nargs": "?"}
         group.add_argument(field.name, type=kind, metavar=field.name.upper(), help=text, **shape)
         return
@@ -147,7 +147,7 @@ def _add_field(group: Any, field: dataclasses.Field, hint: Any, text: str) -> No
 
 
 def _value_kind(hint: Any) -> tuple[Any, bool]:
-    """What reads one value, and whether there may be several."""
+    """Return the parser of one value, and whether there may be several."""
     parts = [part for part in typing.get_args(hint) if part is not types.NoneType] or [hint]
     if typing.get_origin(hint) is list:
         return parts[0], True
@@ -157,7 +157,7 @@ def _value_kind(hint: Any) -> tuple[Any, bool]:
         return parts[0], False
     if set(parts) == {str, list[str]}:
         return _text_or_list, False
-    return _yaml_value, False  # 64, full, [a, b], {method: ties}: YAML's reading is the right type
+    return _yaml_value, False  # YAML gives 64, full, [a, b] and {method: ties} the right types
 
 
 def _yaml_value(text: str) -> Any:
@@ -168,7 +168,7 @@ def _yaml_value(text: str) -> Any:
 
 
 def _text_or_list(text: str) -> Any:
-    """A text as it is, though YAML would read `*a*` or `{a} and {b}` as something else; or `[a, b]`."""
+    """Return a text unchanged, though YAML would parse `*a*` or `{a} and {b}`; parse `[a, b]` as a list."""
     return _yaml_value(text) if text.startswith("[") else text
 
 
@@ -188,9 +188,9 @@ class _AddPair(argparse.Action):
 
 
 def describe(cls: type, name: str) -> str:
-    """What the documentation of a class, or of one that it extends, says of a field."""
+    """Return the documentation of a field from the docstring of a class or of its bases."""
     texts = (base.__doc__ for base in cls.__mro__ if dataclasses.is_dataclass(base))
-    # Python 3.13 takes the indentation out of documentation by itself.
+    # Python 3.13 removes the indentation of docstrings itself.
     pattern = re.compile(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", re.MULTILINE)
     found = next(match for text in texts if (match := pattern.search(inspect.cleandoc(text))))
     return re.sub(r"\s+", " ", found[1]).replace("`", "")

@@ -1,4 +1,4 @@
-"""`retex predict`."""
+"""The command `retex predict`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .options import POSITIONAL, DeviceOptions
 from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
 
 SHOWN_LENGTH = 60
-MOST_ROWS = 65_536  # of a call, all of which are read before it
+MOST_ROWS = 65_536  # per batch: a batch is read whole before it runs
 
 
 @dataclasses.dataclass
 class PredictOptions(DeviceOptions):
     """Answer texts or images, each by its own expert.
 
-    Without --task the task of every input is identified from the input itself. Results are a table on a terminal and
-    JSON lines in a pipe, one per input, as they come.
+    Without --task the task of every input is identified from the input itself. On a terminal, results are a table; in a
+    pipe, JSON lines, one per input as it is answered.
 
     Args:
         artifact: A folder or Hub id.
@@ -38,18 +38,18 @@ class PredictOptions(DeviceOptions):
             images, or - for standard input. Default: standard input.
         text: A text to answer, instead of files (a tab between the texts of a pair). May be repeated.
         task: The task of all inputs, if it is known.
-        routing: hard, soft, or {method: hard, far: merged}: how inputs are given to tasks. Default: as the artifact
-            says. With far, every answer says whether its input is far from all tasks.
+        routing: How inputs are routed to tasks: hard, soft, or {method: hard, far: merged}. Default: as stored in the
+            artifact. With far, every answer says whether its input is out-of-distribution.
         input_column: The key of the input in JSON lines. Default: text, sentence, input, image or file.
-        merged: Also give the answer of the plain merged model.
-        residuals: Also give the residual of every input to every task.
-        format: What is printed. Default: table on a terminal, else jsonl.
+        merged: Also print the answer of the plain merged model.
+        residuals: Also print the residual of every input to every task.
+        format: Output format. Default: table on a terminal, else jsonl.
         batch_size: Inputs per call.
-        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
-        max_new_tokens: For models that answer in words: the longest answer.
+        max_length: Truncate texts to this many tokens. Default: as in the recipe, else the tokenizer's limit.
+        max_new_tokens: For models that generate text: maximum length of an answer.
         classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
-        prompt: For those: what a class name is put into.
-        revision: Of a Hub id: a branch, tag or commit.
+        prompt: For those: the template that a class name is put into.
+        revision: Branch, tag or commit of a Hub id.
     """
 
     EXAMPLES = """
@@ -144,7 +144,7 @@ class PredictOptions(DeviceOptions):
             return
         columns = [name for name in records[0] if name != "residuals"]
         distances = records[0].get("residuals") or {}
-        # On a wide terminal more of an input is shown.
+        # Show more of an input on a wide terminal.
         limit = max(SHOWN_LENGTH, shutil.get_terminal_size().columns // 2)
         rows = []
         for record in records:

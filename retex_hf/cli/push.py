@@ -1,4 +1,4 @@
-"""`retex push`."""
+"""The command `retex push`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .options import POSITIONAL, Options
 
 @dataclasses.dataclass
 class PushOptions(Options):
-    """Upload an artifact to the Hub as one commit, with its card. What a person wrote on the card is kept: here or on
-    the Hub, where only one was edited since the last push; else on the Hub, with a warning.
+    """Upload an artifact to the Hub as one commit, with its card. Manual edits of the card are kept. If the card was
+    edited both here and on the Hub since the last push, the Hub's edits win, with a warning.
 
-    The token is the one of `hf auth login`, or the environment variable HF_TOKEN.
+    The token comes from `hf auth login` or the environment variable HF_TOKEN.
 
     Args:
         artifact: A folder that `retex build` wrote.
-        repo_id: The repository, which is created if need be.
+        repo_id: The repository; created if it does not exist.
         private: Make a new repository private.
-        revision: The branch, which is created if need be. Default: main.
+        revision: The branch; created if it does not exist. Default: main.
         create_pr: Open a pull request instead of committing.
-        commit_message: What the commit says.
+        commit_message: Message of the commit.
         max_shard_size: Size above which weights are stored in several files.
     """
 

@@ -1,4 +1,4 @@
-"""What commands read from files: inputs to answer, and names of classes."""
+"""Reading of files that commands take: inputs to answer, and names of classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..utils.paths import as_path
 from ..utils.strict_files import parse_json, read_json
 
 STANDARD_INPUT = "-"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before a text
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it before a text
 MOST_LINE_BYTES = 10_000_000
 TABLES = (".csv", ".parquet", ".npz")
 TEXT_COLUMNS = ("text", "sentence", "input")
@@ -24,17 +24,17 @@ TEXT_COLUMNS = ("text", "sentence", "input")
 
 @dataclass(frozen=True)
 class Input:
-    """One thing to answer: how it is shown, and what the model is given."""
+    """One input to answer: its display text, and its value for the model."""
 
     shown: str
     value: Any
 
 
 def read_inputs(sources: Sequence[str], kind: str, column: str | None) -> Iterator[Input]:
-    """Inputs from text files (one per line), JSONL files, images, folders of images, or standard input (`-`)."""
+    """Read inputs from text files (one per line), JSONL files, images, folders of images, or standard input (`-`)."""
     for source in sources:
         if source == STANDARD_INPUT:
-            # Bytes: what they mean is not for the locale to say.
+            # Read bytes, so that decoding does not depend on the locale.
             stream = sys.stdin.buffer
             yield from _lines(_numbered(stream, "standard input"), "standard input", kind, column)
             continue
@@ -74,7 +74,7 @@ def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str 
     is_json = where.endswith((".jsonl", ".json")) or None
     for number, line in lines:
         if is_json is None and where == "standard input":
-            is_json = line.startswith("{")  # the first line shows what the others are
+            is_json = line.startswith("{")  # the first line decides for all lines
         if not is_json:
             if kind == "image" and not Path(line).exists():
                 raise InputError(f"{where}, line {number}: there is no image {line!r}.")
@@ -96,7 +96,7 @@ def _value_of(row: dict[str, Any], column: str | None, where: str) -> Any:
 
 
 def as_input(value: str | Sequence[str]) -> Input:
-    """A text, or several that belong together."""
+    """Make an input of a text, or of several that belong together."""
     return Input(value, value) if isinstance(value, str) else Input(" | ".join(value), tuple(value))
 
 
@@ -107,7 +107,7 @@ def _image(path: Path, kind: str) -> Input:
 
 
 def read_classes(path: Path | None) -> dict[str, list[str]] | None:
-    """The classes of each task from a JSON file, `{task: [names]}`."""
+    """Read the classes of each task from a JSON file, `{task: [names]}`."""
     if path is None:
         return None
     values = read_json(as_path(path, InputError), InputError, kind=None)

@@ -1,4 +1,4 @@
-"""`retex sign`."""
+"""The command `retex sign`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .options import POSITIONAL, DeviceOptions
 
 @dataclasses.dataclass
 class SignOptions(DeviceOptions):
-    """Fit the signatures that tell tasks apart, from a few unlabelled inputs of each task.
+    """Fit the signatures that identify tasks, from a few unlabelled inputs of each task.
 
     Args:
         artifact: A folder that `retex build` wrote.
         data: Inputs of a task: a text file (one per line), .jsonl, .csv or .parquet, a folder with <split>.* files, a
-            folder of images, or a Hub data set (owner/name:configuration@revision). Once per task. Default: with
+            folder of images, or a Hub data set (owner/name:configuration@revision). Repeat for each task. Default: with
             --trust-recipe, the data named in the artifact's recipe.
-        trust_recipe: Read the data that the artifact's own recipe names, on this machine or the Hub. For artifacts that
-            you or people you trust built.
-        split: Which part of the data. Default: with the recipe's data, the recipe's; else train.
-        input_column: The column of texts or images, or two of them, [a, b]. Default: likewise; else found by common
-            names.
-        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
-        seed: Of the draw of inputs. Default: with the recipe's data, the recipe's; else 0.
-        num_reference: Inputs per task. Default: what the artifact was built with.
-        signature_rank: Dimension of a task's subspace, a number or a share. Default: likewise.
-        feature_layer: Where features are read: a module, an index, or auto. Default: likewise.
-        output_dir: Write another folder instead of changing this one.
+        trust_recipe: Read the data that the artifact's own recipe names, on this machine or the Hub. Only for artifacts
+            built by you or by people you trust.
+        split: Split of the data. Default: with the recipe's data, the recipe's; else train.
+        input_column: The column of texts or images, or two of them, [a, b]. Default: with the recipe's data, the
+            recipe's; else found by common names.
+        max_length: Truncate texts to this many tokens. Default: as in the recipe, else the tokenizer's limit.
+        seed: Seed of the draw of inputs. Default: with the recipe's data, the recipe's; else 0.
+        num_reference: Inputs per task. Default: as the artifact was built.
+        signature_rank: Dimension of a task's subspace, a number or a share. Default: as the artifact was built.
+        feature_layer: Where features are read: a module, an index, or auto. Default: as the artifact was built.
+        output_dir: Write to another folder instead of changing this one.
     """
 
     EXAMPLES = """
@@ -63,7 +63,7 @@ class SignOptions(DeviceOptions):
             shown = {f"data of {task!r}": source for task, source in data.items()}
             check_trusted(shown, self.artifact, self.trust_recipe, "name the data with --data TASK=SOURCE")
         known = last_references(model.recipe)
-        if self.data:  # which the recipe knows nothing of
+        if self.data:  # not from the recipe
             known = {"max_length": known.get("max_length")}
         own = {name: getattr(self, name) for name in ("split", "input_column", "max_length", "seed")}
         references = References(data, **known | {name: value for name, value in own.items() if value is not None})
@@ -75,7 +75,7 @@ class SignOptions(DeviceOptions):
             model.recipe["config"] = {**model.recipe.get("config", {}), **given}
         accuracies = sign(model, references, inputs=inputs, progress=self.progress)
         target = self.output_dir or self.artifact
-        if self.output_dir is not None or model.retex_config.shared_trunk:  # which drops weights
+        if self.output_dir is not None or model.retex_config.shared_trunk:  # a shared trunk drops weights
             model.save_pretrained(target)
         else:
             model.save_description(target)

@@ -1,4 +1,4 @@
-"""Standard streams as they may be: closed, full, or of an encoding that lacks most characters."""
+"""Standard streams that may be closed, full, or in an encoding that lacks most characters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ESCAPED = "retex-escaped"
 def prepare() -> None:
     """Make the standard streams safe to use.
 
-    Streams that are closed lead nowhere from now on: else the next file that is opened would take their number, and get
-    what is said. What an encoding lacks is written as JSON writes it, so that JSON stays JSON.
+    Closed streams are redirected to the null device: otherwise the next opened file would take their descriptor and get
+    the output. Characters that an encoding lacks are escaped as in JSON, so that JSON output stays valid.
     """
     codecs.register_error(ESCAPED, _escaped)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -25,18 +25,18 @@ def prepare() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not where a program has put something else in its place
+        if hasattr(stream, "reconfigure"):  # a program may have replaced the stream
             stream.reconfigure(errors=ESCAPED)
 
 
 def complain(sentence: str) -> None:
-    """Say what is wrong on standard error, if anything can be said there."""
+    """Print an error on standard error, if that is possible."""
     with suppress(OSError):
         print(sentence, file=sys.stderr)
 
 
 def abandon() -> None:
-    """Let what was said and cannot be written go nowhere, so that the interpreter does not try again at its end."""
+    """Discard output that cannot be written, so that the interpreter does not try again at exit."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`retex add-task` and `retex remove-task`."""
+"""The commands `retex add-task` and `retex remove-task`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .options import POSITIONAL, DeviceOptions, Options
 
 @dataclasses.dataclass
 class AddTaskOptions(DeviceOptions):
-    """Add an expert to an artifact, without the other experts at hand; their answers do not change.
+    """Add an expert to an artifact, without needing the other experts; answers of the other tasks do not change.
 
     Args:
         artifact: A folder that `retex build` wrote.
         task: The name of the new task.
         expert: Its expert: a folder, a Hub id (org/repo, org/repo/subfolder), a PEFT adapter, or a GGUF file.
-        data: Inputs of the task, as for sign; needed where the artifact is signed.
-        split: Which part of the data.
+        data: Inputs of the task, as for sign; required if the artifact is signed.
+        split: Split of the data.
         input_column: The column of texts or images, or two of them, [a, b]. Default: found by common names.
-        max_length: Texts are cut after so many tokens. Default: as in the recipe, else what the tokenizer takes.
-        seed: Of the draw of inputs.
-        base: The base model, which experts given as adapters need.
-        tolerance: The relative error that is allowed before ranks grow. Default: the error of the other tasks.
-        output_dir: Write another folder instead of changing this one.
+        max_length: Truncate texts to this many tokens. Default: as in the recipe, else the tokenizer's limit.
+        seed: Seed of the draw of inputs.
+        base: The base model; required for experts given as adapters.
+        tolerance: Maximum relative error before ranks grow. Default: the error of the other tasks.
+        output_dir: Write to another folder instead of changing this one.
     """
 
     EXAMPLES = """
@@ -73,8 +73,8 @@ class RemoveTaskOptions(Options):
 
     Args:
         artifact: A folder that `retex build` wrote.
-        task: Which task.
-        output_dir: Write another folder instead of changing this one.
+        task: The task to remove.
+        output_dir: Write to another folder instead of changing this one.
     """
 
     EXAMPLES = """

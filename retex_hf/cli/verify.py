@@ -1,4 +1,4 @@
-"""`retex verify`."""
+"""The command `retex verify`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from .options import POSITIONAL, Options
 
 @dataclass
 class VerifyOptions(Options):
-    """Check that an artifact is whole, without loading it: every file by its checksum, every tensor by its name, shape
-    and dtype.
+    """Check an artifact without loading it: every file by its checksum, every tensor by its name, shape and dtype.
 
     Args:
         artifact: A folder or Hub id.
-        finite: Also look at every number: none may be NaN or infinite.
-        record: Of a folder: first record its files as they are now, because they were changed on purpose.
-        revision: Of a Hub id: a branch, tag or commit.
+        finite: Also check every number: none may be NaN or infinite.
+        record: For a folder: first record its files as they are now, after changing them on purpose.
+        revision: Branch, tag or commit of a Hub id.
     """
 
     EXAMPLES = """

@@ -1,4 +1,4 @@
-"""A page to try a model in a browser. Needs gradio: `pip install "retex-hf[demo]"`."""
+"""A web page to try a model in a browser. Needs gradio: `pip install "retex-hf[demo]"`."""
 
 from .page import launch, make_demo
 

@@ -1,6 +1,6 @@
-"""Answers as HTML. Everything is put together by `Markup.format`, which escapes what it is given.
+"""Answers as HTML. Everything is composed by `Markup.format`, which escapes its arguments.
 
-Texts are a visitor's; task names and labels come with artifacts of strangers. None of them is trusted.
+Texts come from visitors; task names and labels come with untrusted artifacts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ THUMBNAIL = (160, 160)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the page: inputs, the answers of ReTeX, those of the plain merged model, and how long both took.
+    """One call of the page: inputs, the answers of ReTeX and of the plain merged model, and the time that each took.
 
-    `prepared` says that ReTeX had experts to prepare on the way, which later calls find at hand.
+    `prepared` tells that ReTeX had to prepare experts during the call, which later calls find in the cache.
     """
 
     inputs: Sequence[Any]
@@ -37,18 +37,18 @@ class Call:
 
 
 def call_html(call: Call) -> Markup:
-    """A line on the whole call, and one card per input."""
+    """Render a line on the whole call, and one card per input."""
     rows = zip(call.inputs, call.answers, call.merged, strict=True)
     cards = [card_html(number, *row) for number, row in enumerate(rows, start=1)]
     return Markup('<div class="rx">{}{}</div>').format(summary_html(call), Markup("").join(cards))
 
 
 def summary_html(call: Call) -> Markup:
-    """How many inputs one call answered, and how long ReTeX and the merged model took."""
+    """Render how many inputs one call answered, and how long ReTeX and the merged model took."""
     number = len(call.inputs)
     asked = "1 input" if number == 1 else f"{number} inputs"
     times = [_latency("ReTeX", "retex", call.seconds)]
-    if any(answer.answer is not None for answer in call.merged):  # else there was nothing to ask the merged model
+    if any(answer.answer is not None for answer in call.merged):  # otherwise the merged model was not run
         times.append(_latency("merged model", "merged", call.merged_seconds))
     note = " ReTeX had experts to prepare first; later calls find them at hand." if call.prepared else ""
     return Markup('<p class="rx-summary" role="status">{} in one call: {}.{}</p>').format(
@@ -57,7 +57,7 @@ def summary_html(call: Call) -> Markup:
 
 
 def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup:
-    """One input: what it is, the task it was given to, both answers, and the bars of all tasks."""
+    """Render one input: its content, its task, both answers, and the bars of all tasks."""
     routed = answer.residuals is not None
     body = [_shown(given), _answers_html(answer, merged)]
     bars = bars_html(answer) if routed else Markup('<p class="rx-note">The task was chosen by hand.</p>')
@@ -70,14 +70,14 @@ def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup
 
 
 def _way(answer: Answer) -> str:
-    """How an input came to its task."""
+    """Return how an input came to its task."""
     if answer.far:
         return "Far from every task; nearest is"
     return "Task" if answer.residuals is None else "Routed to"
 
 
 def bars_html(answer: Answer) -> Markup:
-    """A table of all tasks, the nearest first: a bar as long as the residual, its value, and the probability."""
+    """Render a table of all tasks, the nearest first: a bar as long as the residual, its value, and the probability."""
     lengths = bar_lengths(answer.residuals)
     rows = []
     for task, residual in sorted(answer.residuals.items(), key=lambda item: item[1]):
@@ -97,9 +97,9 @@ def bars_html(answer: Answer) -> Markup:
 
 
 def bar_lengths(residuals: Mapping[str, float]) -> dict[str, float]:
-    """The length of each bar, as a share of the longest.
+    """Return the length of each bar, as a share of the longest.
 
-    Residuals of signatures of weights may be negative; then bars start at the smallest.
+    Residuals of weight signatures may be negative; then bars start at the smallest.
 
     >>> from retex_hf.demo.cards import bar_lengths
     >>> bar_lengths({"a": 1.0, "b": 4.0}), bar_lengths({"a": -3.0, "b": -1.0, "c": -2.0})
@@ -112,14 +112,14 @@ def bar_lengths(residuals: Mapping[str, float]) -> dict[str, float]:
 
 
 def thumbnail_uri(image: Image.Image) -> str:
-    """A small copy of an image as a data URI."""
+    """Return a small copy of an image as a data URI."""
     small = image.copy()
     small.thumbnail(THUMBNAIL)
     return png_uri(small)
 
 
 def png_uri(image: Any) -> str:
-    """A picture as a data URI: an image of Pillow's, or a figure of matplotlib's."""
+    """Return a Pillow image or a matplotlib figure as a data URI."""
     buffer = BytesIO()
     if isinstance(image, Image.Image):
         image.save(buffer, format="png")
@@ -133,7 +133,7 @@ def _latency(title: str, of: str, seconds: float) -> Markup:
 
 
 def _shown(given: Any) -> Markup:
-    """The input itself: a thumbnail, a text, or two."""
+    """Render the input itself: a thumbnail, a text, or two."""
     if isinstance(given, Image.Image):
         size = f"{given.width} × {given.height} pixels"
         return Markup('<p class="rx-input"><img src="{}" alt="Input image, {}"></p>').format(thumbnail_uri(given), size)
@@ -155,7 +155,7 @@ def _answers_html(answer: Answer, merged: Answer) -> Markup:
 
 def _answer_html(title: str, of: str, answer: Answer) -> Markup:
     score = "" if answer.score is None else Markup('<span class="rx-score">{}</span>').format(f"{answer.score:.3f}")
-    # A generator may answer with no words at all; a box that looks broken would say less.
+    # A generator may give an empty answer; an empty box would look broken.
     text = answer.answer or Markup('<span class="rx-hint">(empty)</span>')
     return Markup('<div class="rx-answer rx-{}"><dt>{}</dt><dd><span data-answer="{}">{}</span>{}</dd></div>').format(
         of, title, of, text, score

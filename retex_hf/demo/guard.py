@@ -1,7 +1,7 @@
-"""One way in: the requests that a page in a browser makes, each within limits, and no others.
+"""Filter of HTTP requests: lets through those that the page in a browser makes, each within limits, and no others.
 
-Gradio answers many more routes: calls that pass by the queue, uploads of any kind, addresses that the server fetches.
-What is not listed here does not reach it.
+Gradio serves many more routes: calls that bypass the queue, uploads of any kind, URLs that the server fetches. Requests
+that are not listed here do not reach it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ READ = re.compile(
 )
 JOIN, UPLOAD, LOGIN, FILE = "/gradio_api/queue/join", "/gradio_api/upload", "/login", "/gradio_api/file="
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Requests at a time, also those that wait for an answer; and those whose body is being read.
+# Limits on concurrent requests, including those that wait for an answer, and on those whose body is being read.
 MOST_OPEN, MOST_BODIES = 256, 8
 SECONDS = 60.0
-# Texts as browsers send them, in UTF-8, and some room for what is around them.
+# Texts in UTF-8, as browsers send them, and some room for the rest of the request.
 MOST_CALL_BYTES = 4 * MOST_INPUTS * (MOST_CHARACTERS + 1) + 100_000
 MOST_UPLOAD_BYTES = 100_000_000
 MOST_LOGIN_BYTES = 10_000
@@ -44,16 +44,16 @@ NO_UPLOAD = f"An upload is of 1 to {MOST_INPUTS} files."
 
 
 class Refused(Exception):
-    """A request is not answered: a status of HTTP, and one sentence."""
+    """A refused request: an HTTP status and one sentence."""
 
 
 class Guard:
-    """ASGI middleware that lets the listed requests through, in the form that they must have.
+    """ASGI middleware that lets only the listed requests through, after checking their form.
 
     Args:
         app: Gradio's app.
-        uploads: Where uploads are kept; None for a page that takes none.
-        inputs: How many values each function of the page takes, by its index.
+        uploads: Store of uploads; None for a page that takes none.
+        inputs: Number of values that each function of the page takes, by its index.
     """
 
     def __init__(self, app: App, *, uploads: Uploads | None, inputs: Mapping[int, int]) -> None:
@@ -64,14 +64,14 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a websocket, of which the page has none
+        if scope["type"] != "http":  # a websocket, which the page does not use
             return
         try:
             with self._counted("_open", MOST_OPEN):
                 await self._answer(scope, receive, send)
         except Refused as error:
             status, sentence = error.args
-            # `detail` is where gradio's page looks for what to show.
+            # Gradio's page shows the text in `detail`.
             await JSONResponse({"detail": sentence}, status)(scope, receive, send)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -91,7 +91,7 @@ class Guard:
             raise Refused(404, "This page has no such address.")
 
     def _may_read(self, path: str) -> bool:
-        """Return whether a path is that of a file which visitors may see again."""
+        """Return whether a path is that of a file which visitors may read."""
         return self._uploads is not None and path.startswith(FILE) and self._uploads.holds(path.removeprefix(FILE))
 
     @contextmanager
@@ -110,7 +110,7 @@ class Guard:
                 return b"".join([chunk async for chunk in Request(scope, _up_to(receive, most)).stream()])
 
     def _checked_call(self, body: bytes) -> bytes:
-        """Return a call of a function as it must be, without anything that was not looked at."""
+        """Return a function call rebuilt from its checked fields only."""
         try:
             call = json.loads(body)
             data, function, session = call["data"], call["fn_index"], call["session_hash"]
@@ -128,7 +128,7 @@ class Guard:
         return json.dumps(checked).encode()
 
     def _checked_value(self, value: Any) -> Any:
-        """Return a text, a choice, or images that are files of this page: no address, and no file of the machine."""
+        """Return a text, a choice, or images that are files of this page: no URL, and no other file of the machine."""
         if value is None or isinstance(value, str) or _is_whole(value):
             return value
         if not isinstance(value, list) or len(value) > MOST_INPUTS or self._uploads is None:
@@ -136,7 +136,7 @@ class Guard:
         paths = [entry["image"]["path"] for entry in value]
         if not all(isinstance(path, str) and self._uploads.holds(path) for path in paths):
             raise Refused(403, "An image is none that was uploaded here; upload it again.")
-        if len(set(paths)) < len(paths):  # a small upload would be a large call
+        if len(set(paths)) < len(paths):  # repeating one small upload would make a large call
             raise Refused(422, "An upload is named more than once; add each image once.")
         return [{"image": {"path": path, "meta": {"_type": "gradio.FileData"}}, "caption": None} for path in paths]
 
@@ -157,11 +157,11 @@ class Guard:
                     return JSONResponse(kept) if kept else PlainTextResponse(NO_UPLOAD, 400)
         except InputError as error:
             return PlainTextResponse(str(error), 413)
-        except HTTPException:  # which starlette raises of a form that is none, or of more files
+        except HTTPException:  # starlette raises it for a malformed form or for too many files
             return PlainTextResponse(NO_UPLOAD, 400)
 
     async def _login(self, scope: Message) -> Response | None:
-        """Return gradio's refusal of a visitor who has not logged in, where the page asks for that."""
+        """Return gradio's refusal of a visitor who has not logged in, where the page requires a login."""
         answered: list[Message] = []
 
         async def receive() -> Message:
@@ -187,7 +187,7 @@ def _in_time():
 
 
 def _up_to(receive: Receive, most: int) -> Receive:
-    """Return a `receive` that refuses a body of more bytes."""
+    """Return a `receive` that refuses a body of more than `most` bytes."""
     got = 0
 
     async def limited() -> Message:
@@ -202,7 +202,7 @@ def _up_to(receive: Receive, most: int) -> Receive:
 
 
 def _with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
-    """Return a request with this body; what comes after it (the visitor has gone) is passed on."""
+    """Return a request with this body; later messages (such as a disconnect) are passed on."""
     headers = [
         (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
     ]

@@ -1,4 +1,4 @@
-"""What a visitor gives, as the predictor takes it: checked against limits before anything is computed."""
+"""Visitors' inputs, checked against limits before anything is computed, and converted for the predictor."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..utils.images import TooManyPixels, TooSlow, Unreadable, read_image
 MOST_INPUTS = 32
 MOST_CHARACTERS = 10_000
 MOST_MEGABYTES = 10
-# Of all images of a call together: some 15 bytes a pixel are held at once, from the file to the model's batch.
+# For all images of a call together: some 15 bytes per pixel are held at once, from the file to the model's batch.
 MOST_PIXELS = 32_000_000
-# For the decoding of all of them: others wait for their turn, and so many pixels take about a second.
+# For decoding all of them: others wait meanwhile, and so many pixels take about a second.
 MOST_SECONDS = 20.0
 
 
 def read_texts(typed: str) -> list[str | tuple[str, str]]:
-    """One input per line that is not empty; a line with a tab in it is a pair of texts.
+    """Read one input per non-empty line; a line with a tab is a pair of texts.
 
     >>> from retex_hf.demo.inputs import read_texts
     >>> read_texts("a question\\tits context\\n\\nanother\\tof these")
     [('a question', 'its context'), ('another', 'of these')]
     """
-    # Not str.splitlines: it also splits at form feeds and other characters that texts from files contain.
+    # Not str.splitlines, which also splits at form feeds and other characters that texts from files contain.
     lines = [line for line in typed.replace("\r\n", "\n").split("\n") if line.strip()]
     _check_number(len(lines), "text", "Type at least one text.")
     texts = []
@@ -51,7 +51,7 @@ def read_images(paths: Sequence[str | Path]) -> list[Image.Image]:
             if Path(path).stat().st_size > MOST_MEGABYTES * 1_000_000:
                 raise InputError(f"Image {number} is larger than {MOST_MEGABYTES} MB.")
             image = read_image(path, f"Image {number}", most_pixels=left, seconds=max(0.0, end - monotonic()))
-        except OSError:  # deleted since
+        except OSError:  # deleted in the meantime
             raise InputError(f"Image {number} is no longer here; add it again.") from None
         except TooManyPixels:
             limit = f"{MOST_PIXELS // 1_000_000} million pixels"

@@ -1,4 +1,4 @@
-"""What an artifact is, as HTML: tasks, storage, what was measured, how far apart its tasks are, and its figures."""
+"""Overview of an artifact as HTML: tasks, storage, evaluation, distances between tasks, and figures."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..workflows.energy import recovered_energy
 from .cards import png_uri
 
 SHOWN_LABELS = 4
-# Figures wider than this have a row of their own.
+# Figures wider than this get a row of their own.
 WIDE_INCHES = 8.0
-# What reading a file of another form than ours raises; artifacts are made by strangers.
+# Exceptions raised when a file is not in our format; artifacts are untrusted.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
 NOT_MEASURED = "Nothing was measured: this artifact carries no evaluation."
 NOT_READABLE = "The evaluation that this artifact carries cannot be read: it is not what Report.summary() writes."
@@ -33,7 +33,7 @@ NOT_SIGNED = "This artifact has no signatures of reference inputs, so there are 
 
 
 def overview_html(model: RetexModel) -> Markup:
-    """Tables of tasks, storage, measured figures and distances between tasks."""
+    """Render tables of tasks, storage, measured figures and distances between tasks."""
     sections = {
         "Tasks": tasks_html(model),
         "Storage": storage_html(model),
@@ -44,7 +44,7 @@ def overview_html(model: RetexModel) -> Markup:
 
 
 def figures_html(model: RetexModel) -> Markup:
-    """All figures that can be drawn from what the artifact holds. Spectra take a few seconds for large models."""
+    """Render all figures that can be drawn from the artifact. Spectra take a few seconds for large models."""
     drawings: list[tuple[Callable[[], Figure], str]] = []
     if model.recovery_errors:
         text = "Relative error of every recovered parameter: 0 is exact, 1 is the merged value."
@@ -63,7 +63,7 @@ def figures_html(model: RetexModel) -> Markup:
 
 
 def tasks_html(model: RetexModel) -> Markup:
-    """One row per task: its classes, and where its expert came from."""
+    """Render one row per task: its classes, and the source of its expert."""
     config = model.retex_config
     rows = [[task, _classes(config.labels.get(task)), _provenance(config.experts.get(task))] for task in model.tasks]
     facts = (
@@ -73,7 +73,7 @@ def tasks_html(model: RetexModel) -> Markup:
 
 
 def storage_html(model: RetexModel) -> Markup:
-    """What the artifact stores, beside what all experts would take on their own."""
+    """Render the storage of the artifact, beside that of all experts stored separately."""
     sizes = sizes_of(model.parts())
     total, experts = sum(sizes.values()), bytes_of_experts(sizes, len(model.tasks))
     rows = [[name.capitalize(), _megabytes(size), percent(size / experts)] for name, size in sizes.items()]
@@ -83,7 +83,7 @@ def storage_html(model: RetexModel) -> Markup:
 
 
 def evaluation_html(summary: Mapping[str, Any] | None) -> Markup:
-    """The figures of a stored evaluation: one table per mode, a row per method."""
+    """Render the figures of a stored evaluation: one table per mode, a row per method."""
     if summary is None:
         return _paragraph(NOT_MEASURED)
     try:
@@ -93,7 +93,7 @@ def evaluation_html(summary: Mapping[str, Any] | None) -> Markup:
 
 
 def distances_html(model: RetexModel) -> Markup:
-    """The residual of each task's mean under each task's signature, shaded by size."""
+    """Render the residual of each task's mean under each task's signature, shaded by size."""
     if not isinstance(model.signatures, Signatures):
         return _paragraph(NOT_SIGNED)
     residuals = mean_residuals(model.signatures)
@@ -120,7 +120,7 @@ def distances_html(model: RetexModel) -> Markup:
 
 
 def mean_residuals(signatures: Signatures) -> Tensor:
-    """(T, T): how far the mean of task s lies from the subspace of task t."""
+    """Return (T, T) distances from the mean of task s to the subspace of task t."""
     with torch.no_grad():
         return signatures.residuals(signatures.mean).cpu()
 
@@ -153,7 +153,7 @@ def _megabytes(size: int) -> str:
 
 
 def _classes(described: Mapping[str, Any] | None) -> str:
-    """How many classes a head has, and the first of them."""
+    """Return the number of classes of a head, and the first of them, as text."""
     if not described:
         return "no head of its own"
     labels = [str(label) for label in described["id2label"].values()]
@@ -162,7 +162,7 @@ def _classes(described: Mapping[str, Any] | None) -> str:
 
 
 def _provenance(source: Mapping[str, Any] | None) -> str:
-    """`id@revision`, as far as it is known."""
+    """Return `id@revision`, as far as it is known."""
     if not source or not source.get("id"):
         return "given in memory"
     revision = source.get("revision")
@@ -192,7 +192,7 @@ def _paragraph(text: str) -> Markup:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str, numbers: bool = False) -> Markup:
-    """A table whose first column names its rows; with `numbers`, the others are figures."""
+    """Render a table whose first column names its rows; with `numbers`, the others are figures."""
     name = f"{name} rx-figures-table" if numbers else name
     head = Markup("").join(Markup('<th scope="col">{}</th>').format(title) for title in header)
     cell = Markup('<td class="rx-number">{}</td>' if numbers else "<td>{}</td>")

@@ -35,7 +35,7 @@ from .uploads import Uploads
 AUTOMATIC = -1
 NEW_TOKENS = 64
 MOST_WAITING = 32
-# Of which gradio remembers what they were shown last.
+# Gradio keeps the last output of this many visitors.
 MOST_VISITORS = 64
 # Uploads are deleted after an hour; the clean-up runs every ten minutes.
 CLEAN_UP = (600, 3600)
@@ -70,25 +70,27 @@ def make_demo(
     examples: Sequence[Any] | None = None,
     classes: Mapping[str, Sequence[str]] | None = None,
 ) -> gr.Blocks:
-    """A page that answers texts or images with ReTeX and with the plain merged model, side by side.
+    """Make a page that answers texts or images with ReTeX and with the plain merged model, side by side.
 
     Args:
         model: The model.
-        preprocessor: Makes batches of raw inputs, see `load_preprocessor`. It decides between texts and images.
+        preprocessor: Makes batches of raw inputs, see `load_preprocessor`. It determines whether inputs are texts or
+            images.
         title: Heading of the page. Default: "ReTeX".
-        examples: What visitors may click on: texts (of one or several lines), or lists of image files.
+        examples: Examples that visitors may click on: texts (of one or several lines), or lists of image files.
         classes: For dual encoders of images and texts: the names of the classes of each task. Without them, the page
-            shows tasks only.
+            shows only tasks.
 
     Returns:
-        `gradio.Blocks`; `launch_options()` are the options that its `launch` is best called with.
+        `gradio.Blocks`; call its `launch` with the options from `launch_options()`.
     """
     generate = {"max_new_tokens": NEW_TOKENS} if answer_kind(model, classes is not None) == GENERATOR else {}
     predictor = Predictor(model, preprocessor, classes=classes, **generate)
     title = title or "ReTeX"
     turns = Turns()
     with Page(title=title, analytics_enabled=False, delete_cache=CLEAN_UP) as page:
-        # In the page itself and not an option of `launch`, so that it is there however the page is launched.
+        # Put the style in the page itself, not in an option of `launch`, so that it applies however the page is
+        # launched.
         _html(f"<style>{CSS}</style>")
         _html(str(_heading(title, model.tasks)))
         with gr.Tab("Try it"):
@@ -96,13 +98,13 @@ def make_demo(
         with gr.Tab("Overview") as overview:
             _html(str(overview_html(model)), elem_id="overview")
             figures = _html(elem_id="figures", min_height=60)
-        # Drawn when somebody looks, and once.
+        # Draw figures on first view, and once.
         figures_of = cache(lambda: str(figures_html(model)))
         overview.select(_in_turn(turns, figures_of), outputs=figures, api_visibility="private", concurrency_limit=1)
-    for function in page.fns.values():  # gradio would answer clicks on examples without its queue
+    for function in page.fns.values():  # otherwise gradio would run clicks on examples outside of its queue
         function.queue, function.concurrency_limit = True, 1
     page.queue(max_size=MOST_WAITING, api_open=False)
-    # Answers that nobody came back for are kept for each visitor; gradio has no option for their number.
+    # Gradio keeps uncollected answers for each visitor, and has no option to limit their number.
     page._queue.pending_messages_per_session.max_size = MOST_VISITORS
     return page
 
@@ -125,14 +127,14 @@ def launch(
         title: Heading of the page. Default: the artifact's name.
         examples: See `make_demo`.
         classes: See `make_demo`.
-        max_length: Texts are cut after so many tokens; default: as when the model was signed.
+        max_length: Truncate texts to this many tokens; default: as when the model was signed.
         revision: Branch, tag or commit on the Hub.
-        model_options: Go to `RetexModel.from_pretrained`: `token`, `device_map` and the like.
-        options: Go to `gradio.Blocks.launch`, over those of `launch_options()`: `server_port`, `inbrowser`, `share`,
-            `auth` and the like.
+        model_options: Options of `RetexModel.from_pretrained`: `token`, `device_map` and the like.
+        options: Options of `gradio.Blocks.launch`, which override those of `launch_options()`: `server_port`,
+            `inbrowser`, `share`, `auth` and the like.
 
     Returns:
-        What `gradio.Blocks.launch` returns: the app, its local address and its public one.
+        The result of `gradio.Blocks.launch`: the app, its local address and its public one.
     """
     model = RetexModel.from_pretrained(artifact, revision=revision, **(model_options or {}))
     page = make_demo(
@@ -146,7 +148,7 @@ def launch(
 
 
 def launch_options() -> dict[str, Any]:
-    """Options for `gradio.Blocks.launch`: nothing leaves the machine, nothing is kept, uploads are limited."""
+    """Return options for `gradio.Blocks.launch`: nothing leaves the machine, nothing is kept, uploads are limited."""
     theme = gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=SYSTEM_FONTS, font_mono=["monospace"])
     # The theme's own hints are too pale to read.
     hints = {"block_info_text_color": "*neutral_500", "block_info_text_color_dark": "*neutral_400"}
@@ -161,12 +163,12 @@ def launch_options() -> dict[str, Any]:
 
 
 def answer(predictor: Predictor, inputs: Sequence[Any], task: str | None, *, first: bool = False) -> Call:
-    """Both models on the same inputs, timed.
+    """Run both models on the same inputs, and time them.
 
     Args:
-        predictor: Answers for both.
+        predictor: Predictor of both models.
         inputs: Texts or images.
-        task: The task of all of them, or None where it is to be identified.
+        task: The task of all inputs, or None to identify it.
         first: Whether the model has not been called before.
     """
     experts = predictor.model.expert_cache
@@ -216,7 +218,7 @@ def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None, turns: Tur
     read = read_texts if is_text else _read_gallery
     run = _in_turn(turns, _handler(predictor, read))
     triggers = [button.click, given.submit] if is_text else [button.click]
-    # One call at a time: the next one would only make both slower, and their latencies meaningless.
+    # One call at a time: concurrent calls would slow each other down and make their latencies meaningless.
     gr.on(triggers, run, [given, choice], result, api_visibility="private", concurrency_limit=1)
 
 
@@ -230,7 +232,7 @@ def _handler(predictor: Predictor, read: Callable[[Any], list[Any]]) -> Callable
         except RetexError as error:
             # The message may quote a task's name, and toasts are HTML.
             raise gr.Error(str(escape(error)), print_exception=False) from None
-        except Exception as error:  # visitors learn that it failed, and the log of the page learns why
+        except Exception as error:  # tell visitors that it failed, and write the cause to the log
             raise gr.Error("The model failed on these inputs; the log of the page says why.") from error
         first = False
         return str(call_html(call))
@@ -239,7 +241,7 @@ def _handler(predictor: Predictor, read: Callable[[Any], list[Any]]) -> Callable
 
 
 def _in_turn(turns: Turns, function: Callable[..., str]) -> Callable[..., str]:
-    """Return a function that is called by one visitor at a time, whichever way gradio came to call it."""
+    """Return a function that runs for one visitor at a time, however gradio calls it."""
 
     @wraps(function)
     def taken(*given: Any) -> str:
@@ -253,12 +255,12 @@ def _in_turn(turns: Turns, function: Callable[..., str]) -> Callable[..., str]:
 
 
 def _html(value: str = "", **options: Any) -> gr.HTML:
-    """HTML with no look but ours."""
+    """Make an HTML component without gradio's own styling."""
     return gr.HTML(value, apply_default_css=False, padding=False, **options)
 
 
 def _choices(model: RetexModel) -> list[tuple[str, int]]:
-    """Routing, where the model can, and every task."""
+    """List the choices: routing, where the model supports it, and every task."""
     can_route = model.signatures is not None or model.retex_config.signatures == "weights"
     tasks = [(task, index) for index, task in enumerate(model.tasks)]
     return [("Route automatically", AUTOMATIC), *tasks] if can_route else tasks
@@ -269,7 +271,7 @@ def _read_gallery(gallery: Sequence[tuple[str, str | None]] | None) -> list[Any]
 
 
 def _as_list(files: Any) -> list[str]:
-    """One image file, or several."""
+    """Return one image file, or several, as a list."""
     return [str(files)] if isinstance(files, (str, Path)) else [str(file) for file in files]
 
 

@@ -1,4 +1,4 @@
-"""The look of the page: plain CSS over the theme's own variables, which have a light and a dark value each."""
+"""Style of the page: plain CSS over the theme's own variables, which have a light and a dark value each."""
 
 CSS = """
 .rx { --rx-soft: var(--neutral-500); --rx-mark: #0072B2; --rx-line: var(--border-color-primary);

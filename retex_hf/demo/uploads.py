@@ -1,4 +1,4 @@
-"""Uploaded images: few, small, in a folder of the page's own, and not more of them than the disk is to hold."""
+"""Uploaded images: limited in number and size, in the page's own folder, within a disk quota."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..data.datasets import IMAGE_SUFFIXES
 from ..errors import InputError
 from .inputs import MOST_MEGABYTES
 
-# Of all that is kept at a time; gradio deletes uploads after an hour.
+# For all uploads at a time; gradio deletes them after an hour.
 MOST_KEPT_MEGABYTES = 1000
 MOST_KEPT_FILES = 5000
 
 
 class Uploads:
-    """The files that visitors may name: what they uploaded, and the page's examples.
+    """The files that visitors may refer to: their uploads and the page's examples.
 
     Args:
-        parent: Where the folder of this page is made; it must be one that gradio reads uploads from.
-        kept: Is told every path, so that it is deleted later.
+        parent: Parent of this page's folder; gradio must be allowed to read uploads from it.
+        kept: Called with every path, so that gradio deletes it later.
     """
 
     def __init__(self, parent: Path, kept: Callable[[str], object]) -> None:
@@ -35,11 +35,11 @@ class Uploads:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def holds(self, path: str) -> bool:
-        """Return whether a visitor may name this path."""
+        """Return whether a visitor may refer to this path."""
         return (path in self._sizes or path in self.examples) and Path(path).is_file()
 
     def keep(self, files: Iterable[tuple[str, BinaryIO, int]]) -> list[str]:
-        """Keep files, given by name, content and size; return their paths. All are refused, or none is."""
+        """Store files, given by name, content and size, and return their paths; refuse all if any is refused."""
         files = list(files)
         for name, _, size in files:
             if Path(name).suffix.lower() not in IMAGE_SUFFIXES:

@@ -1,4 +1,4 @@
-"""Honest evaluation of anything that serves many tasks: mixed streams, three questions, no head given away."""
+"""Evaluation of systems that serve many tasks: mixed streams and three modes, with the head chosen by the method."""
 
 from ..data.datasets import load_inputs, load_task
 from ..data.task_data import TaskData

@@ -1,4 +1,4 @@
-"""How sure a figure is: percentile bootstrap over rows, drawn within each task and alike for all methods."""
+"""Confidence intervals by percentile bootstrap over rows, drawn within each task and alike for all methods."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether a difference is more than chance."""
+        """Return whether zero lies outside of the interval, so that a difference is significant."""
         return self.low > 0 or self.high < 0
 
 
 def resampled_accuracies(rows: Mapping[str, np.ndarray], *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """Accuracies of several methods on resampled data.
+    """Return the accuracies of several methods on resampled data.
 
     A task's rows are drawn with replacement, as many as it has. All methods see the same draws, so differences between
-    methods are paired; a task's draws depend on the seed and on its place alone.
+    methods are paired; a task's draws depend only on the seed and on the task's position.
 
     Args:
         rows: For each task an array (methods, rows): 1 where a method is right, 0 where it is wrong.
         resamples: How many times to draw.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         An array (resamples, methods, tasks).
@@ -47,7 +47,7 @@ def resampled_accuracies(rows: Mapping[str, np.ndarray], *, resamples: int = RES
     for place, right in enumerate(rows.values()):
         right = np.asarray(right, dtype=np.float64)
         count = right.shape[1]
-        # How often each row was drawn is all that matters, and turns the means into one matrix product.
+        # Counting how often each row was drawn turns the means into one matrix product.
         draws = np.random.default_rng([seed, place]).integers(count, size=(resamples, count))
         draws += np.arange(resamples)[:, None] * count
         times = np.bincount(draws.ravel(), minlength=resamples * count).reshape(resamples, count)
@@ -56,9 +56,9 @@ def resampled_accuracies(rows: Mapping[str, np.ndarray], *, resamples: int = RES
 
 
 def interval(value: float, samples: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> Interval:
-    """The percentile interval of a figure, from its values on resampled data.
+    """Return the percentile interval of a figure, from its values on resampled data.
 
-    Resamples on which the figure is not defined are left out.
+    Resamples on which the figure is undefined are left out.
 
     >>> from retex_hf.evaluation.bootstrap import interval
     >>> interval(0.5, [0.0, 0.25, 0.5, 0.75, 1.0], confidence=0.5)
@@ -77,7 +77,7 @@ def paired_difference(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Interval:
-    """By how much the first method's mean accuracy over tasks is above the second's, on the same rows.
+    """Return the first method's mean accuracy over tasks minus the second's, paired by rows.
 
     >>> import numpy as np
     >>> from retex_hf.evaluation.bootstrap import paired_difference

@@ -1,4 +1,4 @@
-"""What is wrong with data or with a method's answers, in one sentence, before a figure comes out of it."""
+"""Checks of data and of methods' answers, which refuse faults in one sentence before any figure is computed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..errors import EvaluationError, shorten
 from .method import Prediction
 
 MISSING_LABEL = -1
-"""What `datasets` writes where a test set keeps its labels to itself."""
+"""The value that `datasets` stores where the labels of a test set are withheld."""
 
 
 def check_tasks(tasks: Sequence[TaskData], num_labels: Mapping[str, int] | None = None) -> None:
     """Refuse tasks that cannot be evaluated on.
 
     Args:
-        tasks: What is to be evaluated on.
-        num_labels: The width of each task's head; where it is not given, the number of `label_names` stands for it.
+        tasks: Data to evaluate on.
+        num_labels: The width of each task's head; default: the number of `label_names`.
     """
     if not tasks:
         raise EvaluationError("There are no tasks to evaluate on.")
@@ -63,7 +63,7 @@ def _check_class(task: str, row: int, answer: Any, width: int | None) -> None:
 
 
 def is_missing(answer: Any) -> bool:
-    """Whether a label says that there is none: None, not a number, or -1."""
+    """Return whether a label is missing: None, not a number, or -1."""
     if answer is None:
         return True
     if isinstance(answer, str):
@@ -72,7 +72,7 @@ def is_missing(answer: Any) -> bool:
 
 
 def check_answers(prediction: Prediction, method: str, batch: Sequence[str]) -> None:
-    """Refuse more or fewer answers than a batch has rows; `batch` holds the task that each row belongs to."""
+    """Refuse a number of answers other than that of a batch's rows; `batch` holds the task of each row."""
     if len(prediction.answers) != len(batch):
         raise EvaluationError(f"{method} gave {len(prediction.answers)} answers to {_batch(batch)}.")
 
@@ -83,11 +83,11 @@ def check_chosen_tasks(
     """Refuse tasks that a method cannot have chosen.
 
     Args:
-        prediction: What the method answered.
-        method: Its name.
+        prediction: The method's answers.
+        method: Name of the method.
         batch: The task that each row belongs to.
-        tasks: What the method may choose from.
-        must_say: Whether an answer means nothing without its task.
+        tasks: The tasks to choose from.
+        must_say: Whether an answer is meaningless without its task.
     """
     if prediction.tasks is None:
         if must_say:

@@ -1,4 +1,4 @@
-"""The figures of a report: means, ratios, spreads and intervals of methods that were asked the same rows."""
+"""The figures of a report: means, ratios, spreads and intervals of methods evaluated on the same rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .metrics import normalised
 from .run import MODES, Evaluation, TaskScore
 
 DIGITS = 6
-"""Of figures: beyond these, sums of floats depend on the machine."""
+"""Decimals of figures: beyond these, sums of floats depend on the machine."""
 
 Rows = dict[str, np.ndarray]
 
 
 class Comparison:
-    """Evaluations by method, checked to belong together. The arguments are those of `Report`."""
+    """Evaluations by method, checked to be comparable. The arguments are those of `Report`."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Comparison:
             self.body_bytes = _storage(self.methods[individual]) / len(self.tasks)
 
     def modes(self) -> list[str]:
-        """The modes in which any method was asked."""
+        """Return the modes in which any method was evaluated."""
         return [mode for mode in MODES if any(mode in runs[0].scores for runs in self.methods.values())]
 
     def difference(self, first: str, second: str, mode: str) -> Interval:
-        """By how much the first method's mean accuracy is above the second's in one mode, paired by rows."""
+        """Return the first method's mean accuracy minus the second's in one mode, paired by rows."""
         for name in (first, second):
             if name not in self.methods or mode not in self.methods[name][0].scores:
                 raise EvaluationError(f"There is no evaluation of {name!r} in mode {mode!r} to compare.")
@@ -58,7 +58,7 @@ class Comparison:
         return paired_difference(one, other, **options)
 
     def summarise(self) -> dict[str, Any]:
-        """All figures as plain values."""
+        """Return all figures as plain values."""
         methods = {name: self._describe(name, runs) for name, runs in self.methods.items()}
         for mode in self.modes():
             for name, figures in self._figures(mode).items():
@@ -94,7 +94,7 @@ class Comparison:
         return rows
 
     def _figures(self, mode: str) -> dict[str, dict[str, Any]]:
-        """`{method: figures}` of one mode. All methods are resampled together, so that they share the draws."""
+        """Return `{method: figures}` of one mode. Resample all methods together, so that they share the draws."""
         names = [name for name, runs in self.methods.items() if mode in runs[0].scores]
         rows = {name: _mean_rows(self.methods[name], mode, "correct") for name in names}
         said = [name for name in names if _says_task(self.methods[name], mode)]
@@ -123,7 +123,7 @@ class Comparison:
         return figures
 
     def _figure(self, rows: Rows, samples: np.ndarray, spread: float | None) -> dict[str, Any]:
-        """Mean over tasks, and every task, each with its interval."""
+        """Return the mean over tasks, and each task, with their intervals."""
         shares = _shares(rows)
         by_task = {
             task: _rounded(interval(shares[place], samples[:, place], self.confidence))
@@ -132,7 +132,7 @@ class Comparison:
         return {"mean": _rounded(interval(shares.mean(), samples.mean(-1), self.confidence), spread), "tasks": by_task}
 
     def _spread(self, name: str, mode: str) -> dict[str, float]:
-        """Standard deviations over the seeds of a method; none where there is one seed."""
+        """Return standard deviations over the seeds of a method; empty where there is one seed."""
         runs = self.methods[name]
         if len(runs) == 1:
             return {}
@@ -148,7 +148,7 @@ class Comparison:
 
 
 def _by_method(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    """Evaluations by method; those of one method differ in their seeds, and all were asked the same rows."""
+    """Group evaluations by method; those of one method differ in their seeds, and all cover the same rows."""
     if not evaluations:
         raise EvaluationError("There are no evaluations to report.")
     methods: dict[str, list[Evaluation]] = {}
@@ -173,7 +173,7 @@ def _first_scores(evaluation: Evaluation) -> dict[str, TaskScore]:
 
 
 def _mean_rows(runs: Sequence[Evaluation], mode: str, kind: str) -> Rows:
-    """For each task, how often (over seeds) each row was right or identified."""
+    """Return, for each task, how often (over seeds) each row was right or identified."""
     tasks = runs[0].scores[mode]
     return {task: np.mean([getattr(run.scores[mode][task], kind) for run in runs], axis=0) for task in tasks}
 

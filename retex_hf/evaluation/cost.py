@@ -1,6 +1,6 @@
-"""What an answer costs: time and memory of methods, relative to one static model that runs beside them.
+"""Time and memory of methods, relative to one static model that runs beside them.
 
-Figures of this module depend on the machine and its load, so they are kept out of `results.json`.
+These figures depend on the machine and its load, so they are kept out of `results.json`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NOT_WALKED = (str, bytes, int, float, type, ModuleType, ExpertWeights)
 
 
 class StaticModel(Method):
-    """One plain model that answers a batch in one pass, whatever its tasks: the least that serving can cost.
+    """One plain model that answers a batch in one pass, whatever its tasks: the lower bound of serving cost.
 
-    Its answers are those of the head that it has, so it is no method to compare accuracies with.
+    It answers under the one head that it has, so its accuracy means nothing.
     """
 
     modes = ("known",)
@@ -51,7 +51,7 @@ class StaticModel(Method):
         self.model, self.readout, self.name = model, readout, name
 
     def fit(self, material: Material) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the model is finished."""
 
     def predict(
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
@@ -67,12 +67,13 @@ class Cost:
     """Cost of one method in one mode.
 
     Args:
-        method: Its name.
-        mode: What it was asked.
-        milliseconds: Median over batches and repeats.
-        latency_ratio: Median of the time of a batch, relative to the static model's on the same batch just before.
-        held_bytes: Tensors that the method keeps in memory, with caches; at least what it must store.
-        added_bytes: Peak of the memory that answering takes on top; median over batches.
+        method: Name of the method.
+        mode: Mode in which it ran.
+        milliseconds: Median time of a batch, over batches and repeats.
+        latency_ratio: Median of the time of a batch, relative to the time of the static model on the same batch just
+            before.
+        held_bytes: Bytes of the tensors that the method keeps in memory, with caches; at least its storage.
+        added_bytes: Peak of the additional memory while answering; median over batches.
         memory_ratio: Held and added memory, relative to the static model's.
     """
 
@@ -87,14 +88,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of several methods. The first entry is the static model that the others are relative to."""
+    """Costs of several methods. The first entry is the static model, to which the others are relative."""
 
     costs: Sequence[Cost]
     batch_size: int
     threads: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "batch_size": self.batch_size,
             "threads": self.threads,
@@ -102,7 +103,7 @@ class CostTable:
         }
 
     def table(self) -> Table:
-        """One line per method and mode."""
+        """Return a table with one line per method and mode."""
         header = ["method", "mode", "ms per batch", "latency", "held (MB)", "added (MB)", "memory"]
         rows = [
             [
@@ -119,7 +120,7 @@ class CostTable:
         return Table(header, rows)
 
     def markdown(self) -> str:
-        """A Markdown table, and what its columns mean."""
+        """Return a Markdown table and the meaning of its columns."""
         return f"{self.table().markdown()}\n\n{self._legend()}\n"
 
     def save(self, folder: str | Path) -> dict[str, Path]:
@@ -161,21 +162,21 @@ def measure_cost(
     seed: int = 0,
     progress: bool = True,
 ) -> CostTable:
-    """Time and memory of fitted methods on mixed batches.
+    """Measure time and memory of fitted methods on mixed batches.
 
-    Method and static model take turns on every batch, so that a change of the machine's load meets both. Memory is
-    anonymous memory of this process, which Linux tells.
+    Method and static model alternate on every batch, so that a change of the machine's load affects both. Memory is
+    this process's anonymous memory, as Linux reports it.
 
     Args:
-        methods: What is measured, in each of the modes that it has.
-        tasks: Where inputs come from.
+        methods: Methods to measure, in each of the modes that they have.
+        tasks: Data to draw inputs from.
         collate: Makes a batch of raw inputs.
-        static: What the others are relative to, told the task; see `StaticModel`.
+        static: The model that costs are relative to, given the task; see `StaticModel`.
         batch_size: Rows of a batch.
-        batches: How many batches; fewer where the data have fewer.
-        repeats: How often each batch is timed.
-        modes: What to ask.
-        seed: Of the mixed stream.
+        batches: Number of batches, at most.
+        repeats: Number of timings of each batch.
+        modes: Modes to run.
+        seed: Seed of the mixed stream.
         progress: Show a progress bar.
     """
     if batches < 1 or repeats < 1:
@@ -204,7 +205,7 @@ Prepared = Sequence[tuple[Mapping[str, Tensor], list[str]]]
 def _measure(
     method: Method, mode: str, prepared: Prepared, repeats: int, static: Method, reference: Cost | None
 ) -> Cost:
-    for inputs, names in prepared:  # what is loaded or cached on first use is no part of the cost of a batch
+    for inputs, names in prepared:  # warm up: first-use loading and caching are not part of the cost of a batch
         ask(static, inputs, names, "known")
         ask(method, inputs, names, mode)
     seconds, ratios = [], []
@@ -230,9 +231,9 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def held_bytes(owner: Any) -> int:
-    """Size of all tensors that can be reached from an object, each storage counted once.
+    """Return the size of all tensors reachable from an object, each storage counted once.
 
-    Experts in memory (`ExpertWeights`) are not counted: they are there for fitting, and all methods share them.
+    Experts in memory (`ExpertWeights`) are not counted: they serve fitting, and all methods share them.
 
     >>> import torch
     >>> from retex_hf.evaluation.cost import held_bytes
@@ -247,7 +248,7 @@ def held_bytes(owner: Any) -> int:
         if id(value) in seen or isinstance(value, NOT_WALKED):
             continue
         seen.add(id(value))
-        # Subclasses such as task tensors have no numbers of their own, but know where they come from.
+        # Subclasses such as task tensors hold no numbers themselves, but refer to tensors that do.
         if type(value) in (Tensor, nn.Parameter):
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -261,7 +262,7 @@ def held_bytes(owner: Any) -> int:
 
 
 class Peak(threading.Thread):
-    """Watches the anonymous memory of this process; `added` is how far it rose."""
+    """Thread that watches the anonymous memory of this process; `added` is how far it rose."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -281,7 +282,7 @@ class Peak(threading.Thread):
 def watched() -> Iterator[Peak]:
     """Watch memory while a block runs."""
     gc.collect()
-    # Memory that was freed but not given back would hide what the block takes.
+    # Memory that was freed but not returned to the system would hide what the block takes.
     ctypes.CDLL(None).malloc_trim(0)
     peak = Peak()
     peak.start()
@@ -293,7 +294,7 @@ def watched() -> Iterator[Peak]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that belongs to no file."""
+    """Return the anonymous memory of this process."""
     if not STATUS.is_file():
         raise EvaluationError(f"Memory is read from {STATUS}, which only Linux has.")
     lines = STATUS.read_text(encoding="utf-8").splitlines()

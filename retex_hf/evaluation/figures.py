@@ -17,7 +17,7 @@ PANEL_WIDTH = 3.2
 
 
 def plot_report(summary: Mapping[str, Any], path: str | Path | None = None) -> Figure:
-    """Normalised accuracy of every method in each mode; plain mean accuracy where nothing is normalised.
+    """Plot the normalised accuracy of every method in each mode, or plain mean accuracy where nothing is normalised.
 
     Args:
         summary: From `Report.summary`.
@@ -26,7 +26,7 @@ def plot_report(summary: Mapping[str, Any], path: str | Path | None = None) -> F
     methods = summary["methods"]
     modes = [mode for mode in MODES if any(mode in of["modes"] for of in methods.values())]
     names = list(methods)
-    # Names, then panels; all inches.
+    # Names, then panels, in inches.
     width = 0.09 * max(map(len, names)) + PANEL_WIDTH * len(modes) + 0.4
     figure = Figure(figsize=(width, BAR_HEIGHT * len(names) + 1.3), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""What can be evaluated: anything that answers mixed batches, told the task or not."""
+"""The interface of methods under evaluation: anything that answers mixed batches, with or without the task."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Material:
-    """What methods may see before the test: the models, training inputs, and labelled validation data. Never the test.
+    """The data that methods may see before the test: models, training data and labelled validation data, no test data.
 
     Args:
         base: The pre-trained model, as `RetexModel.from_experts` takes it.
         experts: `{task: expert}`, likewise.
-        train: Training data of each task. Which method uses its inputs, and which its labels, is in the method's text.
-        validation: Held out from training; methods that select something select it on this.
+        train: Training data of each task. Each method's documentation says whether it uses labels.
+        validation: Data held out from training, for methods that select hyperparameters or epochs.
         collate: Makes batches of raw inputs.
         readout: How models answer.
-        seed: Of everything random.
+        seed: Seed of all random draws.
     """
 
     base: Any
@@ -48,50 +48,50 @@ class Material:
     readout: Readout
     seed: int = 0
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Costly things that several methods use alike (experts in memory, the identifier), made once."""
+    """Costly objects that several methods share (experts in memory, the identifier), made once."""
 
     @property
     def tasks(self) -> list[str]:
         return list(self.experts)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Something shared between methods, made when first asked for."""
+        """Return an object shared between methods, making it on first use."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
     def sample(self, task: str, count: int) -> list[Any]:
-        """Training inputs of a task without labels, drawn at random; the same ones for every method."""
+        """Draw training inputs of a task at random, without labels; the same ones for every method."""
         inputs = self.train[task].inputs
         chosen = random.Random(self.seed).sample(range(len(inputs)), min(count, len(inputs)))
         return [inputs[index] for index in chosen]
 
     def references(self, task: str, count: int, batch_size: int = 64) -> list[dict[str, Tensor]]:
-        """What `sample` draws, in batches."""
+        """Return the inputs that `sample` draws, in batches."""
         inputs = self.sample(task, count)
         return [self.collate(inputs[start : start + batch_size]) for start in range(0, len(inputs), batch_size)]
 
 
 class Method(ABC):
-    """A way of serving many tasks: made from experts by `fit`, then asked by `predict`.
+    """A system that serves many tasks: `fit` makes it from experts, `predict` answers.
 
-    Three questions are kept apart:
+    Three modes are kept apart:
 
     - task known: `predict(inputs, tasks=...)`. The true tasks are given. The method uses their heads, and their experts
-      where it keeps something per task; one that mixes by a router of its own still mixes by that.
-    - task unknown: `predict(inputs)`. Nothing is given; the method must also choose the head.
-    - oracle routing: `predict(inputs, tasks=..., oracle=True)`. The router's decision is replaced by the truth.
+      where it keeps something per task; a method with a router of its own still mixes by that router.
+    - task unknown: `predict(inputs)`. The method must also choose the head.
+    - oracle routing: `predict(inputs, tasks=..., oracle=True)`. The true tasks replace the router's decision.
     """
 
     name: str
     modes: tuple[str, ...] = ("known", "unknown")
-    """Which of the first two questions a method answers: one without any router cannot be asked the second."""
+    """Which of the first two modes a method has: without a router, it cannot run with the task unknown."""
     routes = False
-    """Whether there is a router, so that oracle routing means something."""
+    """Whether there is a router, so that oracle routing applies."""
 
     @abstractmethod
     def fit(self, material: Material) -> None:
-        """Make everything that must exist before the first input comes."""
+        """Prepare everything that is needed before the first input."""
 
     @abstractmethod
     def predict(
@@ -101,15 +101,15 @@ class Method(ABC):
 
     @abstractmethod
     def storage_bytes(self) -> int:
-        """Everything that must be kept to serve all tasks, except heads: one model's body, task parts, routers."""
+        """Return the bytes needed to serve all tasks, except heads: one model's body, task parts, routers."""
 
     def state(self) -> dict[str, Any]:
-        """What `fit` found, as plain values for the report (chosen coefficients, validation scores); may be empty."""
+        """Return the results of `fit` (coefficients, validation scores) as plain values for the report, if any."""
         return {}
 
 
 def grouped(tasks: Sequence[str]) -> dict[str, Tensor]:
-    """Row numbers of each task, in order of first appearance.
+    """Return the row numbers of each task, in order of first appearance.
 
     >>> from retex_hf.evaluation.method import grouped
     >>> {task: rows.tolist() for task, rows in grouped(["a", "b", "a"]).items()}
@@ -122,12 +122,12 @@ def grouped(tasks: Sequence[str]) -> dict[str, Tensor]:
 
 
 def take_rows(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Some rows of a batch."""
+    """Return some rows of a batch."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of texts without the columns on the right that no row uses."""
+    """Return a batch of texts without the columns on the right that are padding in all rows."""
     mask = inputs.get("attention_mask")
     if "input_ids" not in inputs or not isinstance(mask, Tensor) or not mask.any():
         return dict(inputs)

@@ -1,6 +1,6 @@
-"""Evaluations side by side: means, intervals, storage; for the terminal, as JSON, Markdown, a figure and card entries.
+"""Evaluations side by side (means, intervals, storage) as text, JSON, Markdown, a figure and model card entries.
 
-The three modes answer different questions. They have columns, tables and panels of their own.
+The three modes answer different questions, so they have separate columns, tables and panels.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .run import MODES, Evaluation
 
 
 class Report:
-    """Methods that were evaluated on the same rows.
+    """Figures of methods that were evaluated on the same rows.
 
     Evaluations of one method under several seeds (same name, different `seed`) become one entry: its rows are averaged
     over seeds, and the standard deviation over seeds stands beside the mean.
 
     Args:
-        evaluations: What `evaluate` returned, in the order of the tables.
-        individual: The method that accuracies are normalised by, told the task; None leaves normalised figures out.
-        seed: Of the bootstrap.
-        reference: A method that all others are compared with, in pairs of rows; None compares nothing.
+        evaluations: Results of `evaluate`, in the order of the tables.
+        individual: The method to normalise accuracies by, with the task known; None leaves normalised figures out.
+        seed: Seed of the bootstrap.
+        reference: The method to compare all others with, paired by rows; None compares nothing.
         body_bytes: Size of one model's body; default: the individual experts' storage, divided by their number.
-        resamples: Of the bootstrap.
-        confidence: Of the intervals.
+        resamples: Number of bootstrap resamples.
+        confidence: Confidence level of the intervals.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class Report:
         self._summary = self.comparison.summarise()
 
     def difference(self, first: str, second: str, mode: str) -> Interval:
-        """By how much the first method's mean accuracy is above the second's in one mode, paired by rows."""
+        """Return the first method's mean accuracy minus the second's in one mode, paired by rows."""
         return self.comparison.difference(first, second, mode)
 
     def summary(self) -> dict[str, Any]:
-        """All figures as plain values: the same evaluations and seed give the same ones."""
+        """Return all figures as plain values; they depend only on the evaluations and the seed."""
         return json.loads(json.dumps(self._summary))
 
     def __str__(self) -> str:
-        """One line per method, each mode in columns of its own."""
+        """Return one line per method, with separate columns for each mode."""
         groups, parts = [("", 1)], [Table(["method"], [[name] for name in self.methods])]
         for mode in self.comparison.modes():
             part = self._mode_table(mode, self.methods, with_method=False)
@@ -89,7 +89,7 @@ class Report:
         return f"{table.text()}\n\n{self._legend('*')}"
 
     def markdown(self) -> str:
-        """Three sections, one per mode: a table of means and one of all tasks."""
+        """Return one section per mode: a table of means and one of all tasks."""
         sections = ["# Results", self._legend("bold")]
         for mode in self.comparison.modes():
             names = [name for name in self.methods if mode in self._summary["methods"][name]["modes"]]
@@ -129,14 +129,14 @@ class Report:
         split: str = "test",
         metric: str = "accuracy",
     ) -> list[EvalResult]:
-        """The figures of one method as entries of a model card (`ModelCardData(eval_results=...)`).
+        """Return the figures of one method as entries of a model card (`ModelCardData(eval_results=...)`).
 
         Args:
-            dataset_names: The data set of each task, as the Hub calls it.
-            method: Whose figures.
-            task_type: What the Hub calls the kind of task, such as "text-classification".
-            split: Which part of the data sets was evaluated on.
-            metric: What was measured: "accuracy", or "exact_match" for generated texts.
+            dataset_names: Hub name of the data set of each task.
+            method: Name of the method.
+            task_type: Hub name of the kind of task, such as "text-classification".
+            split: Split of the data sets that was evaluated.
+            metric: Metric: "accuracy", or "exact_match" for generated texts.
         """
         if method not in self.methods:
             raise EvaluationError(f"There is no method {method!r} in the report; there are {self.methods}.")
@@ -169,7 +169,7 @@ class Report:
         return self._summary["methods"][name]["modes"].get(mode, {})
 
     def _mode_table(self, mode: str, names: Sequence[str], with_method: bool) -> Table:
-        """Means of one mode; with methods and storage (a table of its own) or without (a part of a wider one)."""
+        """Tabulate the means of one mode; add methods and storage for a table of its own, not for a wider one."""
         found = [self._mode(name, mode) for name in names]
         columns = {"accuracy": lambda of: of["accuracy"]["mean"]}
         if self.individual is not None:
@@ -245,7 +245,7 @@ def _cell(figure: Mapping[str, float] | None, with_interval: bool) -> str:
 
 
 def _moved(parts: Sequence[tuple[frozenset[tuple[int, int]], int]]) -> frozenset[tuple[int, int]]:
-    """Places in tables that stand side by side, of given widths, as places in the whole."""
+    """Shift cell positions in tables that stand side by side, of given widths, to positions in the whole table."""
     whole, start = set(), 0
     for places, width in parts:
         whole |= {(row, start + column) for row, column in places}

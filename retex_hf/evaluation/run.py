@@ -1,4 +1,4 @@
-"""One mixed, shuffled stream of all tasks, asked of a method in three modes that are never mixed."""
+"""Evaluation of a method on one mixed, shuffled stream of all tasks, in three modes that are never mixed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NOT_SAID = -1
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What became of each row of one task, in the order of its data.
+    """Outcome of each row of one task, in the order of its data.
 
     Args:
-        correct: Whether the answer is right; where the task is unknown and the answer a class, the task must be too.
-        identified: Whether the row was taken for its own task; None where that was told or is not said.
+        correct: Whether the answer is right; with the task unknown and a class as answer, the task must be right too.
+        identified: Whether the row's task was identified; None where the task was given or the method does not say.
     """
 
     correct: np.ndarray
@@ -50,7 +50,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that was found about one method: `scores[mode][task]`, what it stores, and what its `fit` chose."""
+    """All results of one method: `scores[mode][task]`, its storage, and the outcome of its `fit`."""
 
     method: str
     scores: dict[str, dict[str, TaskScore]]
@@ -63,7 +63,7 @@ class Evaluation:
         return list(next(iter(self.scores.values())))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, one digit per row."""
+        """Return everything as JSON values, one digit per row."""
         scores = {mode: {task: _digits(score) for task, score in found.items()} for mode, found in self.scores.items()}
         return {
             "method": self.method,
@@ -75,7 +75,7 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """What `as_dict` was made of."""
+        """Make an evaluation from the result of `as_dict`."""
         scores = {
             mode: {
                 task: TaskScore(**{key: _bits(rows) for key, rows in score.items()}) for task, score in found.items()
@@ -86,13 +86,13 @@ class Evaluation:
 
     def save(self, path: str | Path) -> None:
         """Write everything as JSON, so that a long series of evaluations can be resumed."""
-        # An interrupted run must not leave half a file that the next one takes for a result.
+        # Write atomically: an interrupted run must not leave half a file that the next one takes for a result.
         with whole_file(path) as file:
             file.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:
-        """Read what `save` wrote."""
+        """Read a file written by `save`."""
         values = read_json(as_path(path, EvaluationError), EvaluationError)
         try:
             return cls.from_dict(values)
@@ -121,22 +121,22 @@ def evaluate(
     progress: bool = True,
     num_labels: Mapping[str, int] | None = None,
 ) -> Evaluation:
-    """Ask a fitted method for the answers to one shuffled stream of all tasks, once per mode.
+    """Evaluate a fitted method on one shuffled stream of all tasks, once per mode.
 
-    With an accelerator, whole batches are dealt to its processes and all processes return the same result. Batches do
-    not depend on the number of processes, and neither does the result.
+    With an accelerator, whole batches are dealt to its processes and all processes return the same result. Neither
+    batches nor the result depend on the number of processes.
 
     Args:
-        method: What is evaluated; `fit` has been called.
+        method: The method, on which `fit` has been called.
         tasks: Test data.
         collate: Makes a batch of raw inputs.
-        modes: Which of "known", "unknown" and "oracle" to run. Those that the method does not have are left out.
-        seed: Of the order of the stream.
-        batch_size: Rows of a batch; they belong to all tasks.
-        accelerator: Whose processes share the work. All of them must call this together.
+        modes: Which of "known", "unknown" and "oracle" to run. Modes that the method does not have are left out.
+        seed: Seed of the order of the stream.
+        batch_size: Rows of a batch, of all tasks mixed.
+        accelerator: The accelerator whose processes share the work; all of them must call this function.
         progress: Show a progress bar.
         num_labels: The width of each task's head, to check labels against; default: the number of `label_names`. Tasks
-            that are named here and not in `tasks` are further ones that the method may take a row for.
+            named here but not in `tasks` are further candidates that the method may identify.
     """
     check_tasks(tasks, num_labels)
     modes = _modes(method, modes)
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def mixed_batches(sizes: Sequence[int], batch_size: int, seed: int) -> list[list[tuple[int, int]]]:
-    """A shuffled stream of (task, row) over tasks of these sizes, cut into batches.
+    """Return a shuffled stream of (task, row) over tasks of these sizes, cut into batches.
 
     >>> from retex_hf.evaluation.run import mixed_batches
     >>> mixed_batches([2, 1], 2, seed=0)
@@ -168,7 +168,7 @@ def mixed_batches(sizes: Sequence[int], batch_size: int, seed: int) -> list[list
 
 
 def modes_of(method: Method) -> list[str]:
-    """The modes that a method can be asked in: oracle routing means nothing without a router."""
+    """Return the modes of a method; oracle routing requires a router."""
     return [mode for mode in MODES if (method.routes if mode == "oracle" else mode in method.modes)]
 
 
@@ -184,7 +184,7 @@ def _modes(method: Method, wanted: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of whom: one mode of one evaluation. `choice` are the tasks that a row may be taken for."""
+    """One mode of one evaluation of a method. `choice` are the tasks that a row may be identified as."""
 
     method: Method
     tasks: Sequence[TaskData]
@@ -193,7 +193,7 @@ class Question:
     choice: Collection[str]
 
     def score(self, batch: Sequence[tuple[int, int]]) -> Tensor:
-        """Put a batch to the method: (task, row, correct, identified) of each of its rows."""
+        """Run the method on a batch and return (task, row, correct, identified) of each row."""
         true = [self.tasks[task].name for task, _ in batch]
         right = [self.tasks[task].answers[row] for task, row in batch]
         inputs = self.collate([self.tasks[task].inputs[row] for task, row in batch])
@@ -206,7 +206,7 @@ class Question:
             check_chosen_tasks(prediction, self.method.name, true, self.choice, must_say=any(classes))
             if prediction.tasks is not None:
                 identified = [int(found == task) for found, task in zip(prediction.tasks, true, strict=True)]
-            # A class means something only under the right head; a text speaks for itself.
+            # A class is right only under the right head; a text does not depend on the head.
             correct = [
                 hit and (found == 1 or not cls) for hit, found, cls in zip(correct, identified, classes, strict=True)
             ]
@@ -214,7 +214,7 @@ class Question:
 
 
 def _plain_state(method: Method) -> dict[str, Any]:
-    """What `fit` found, refused before the long run if a report could not hold it."""
+    """Return the method's `fit` results; refuse values that a report cannot hold before the long run starts."""
     state = method.state()
     try:
         return json.loads(json.dumps(state))
@@ -223,7 +223,7 @@ def _plain_state(method: Method) -> dict[str, Any]:
 
 
 def ask(method: Method, inputs: Mapping[str, Tensor], tasks: Sequence[str], mode: str) -> Prediction:
-    """Answers to a batch in one mode; the true tasks are handed on only where the mode allows it."""
+    """Answer a batch in one mode; pass the true tasks on only where the mode allows it."""
     if mode == "unknown":
         return method.predict(inputs)
     return method.predict(inputs, tasks=tasks, oracle=mode == "oracle")
@@ -232,15 +232,15 @@ def ask(method: Method, inputs: Mapping[str, Tensor], tasks: Sequence[str], mode
 def _run(
     question: Question, stream: Sequence[Sequence[tuple[int, int]]], accelerator: Accelerator | None, bar: tqdm
 ) -> Tensor:
-    """(task, row, correct, identified) of every row of the stream, on every process."""
+    """Return (task, row, correct, identified) of every row of the stream, on every process."""
     pieces = []
     if accelerator is None:
         for batch in stream:
             pieces.append(question.score(batch))
             bar.update()
         return torch.cat(pieces)
-    # A piece of work is a whole batch: cutting batches up would change their padding, and with it the last digits.
-    # The accelerator's own settings (uneven or split batches) are for training; here a process might wait for ever.
+    # The unit of work is a whole batch: cutting batches up would change their padding, and with it the last digits. The
+    # accelerator's own settings (uneven or split batches) are for training; here a process might wait for ever.
     loader = prepare_data_loader(
         DataLoader(range(len(stream)), batch_size=1),
         num_processes=accelerator.num_processes,
@@ -249,7 +249,7 @@ def _run(
     )
     for number in loader:
         scored = question.score(stream[int(number)])
-        # Pieces must be of one size to be gathered; only the last batch of the stream is shorter.
+        # Pieces must have one size to be gathered; only the last batch of the stream is shorter.
         piece = torch.full((1, len(stream[0]), scored.shape[1]), NOT_SAID)
         piece[0, : len(scored)] = scored
         gathered = accelerator.gather_for_metrics(piece.to(accelerator.device)).cpu()
@@ -260,14 +260,14 @@ def _run(
 
 
 def is_right(answer: Answer, right: Answer) -> bool:
-    """Whether an answer is the right class, or the right text up to case and outer white space."""
+    """Return whether an answer is the right class, or the right text up to case and outer white space."""
     if isinstance(right, str):
         return isinstance(answer, str) and matches(answer, right)
     return not isinstance(answer, str) and int(answer) == int(right)
 
 
 def _by_task(rows: Tensor, tasks: Sequence[TaskData], mode: str) -> dict[str, TaskScore]:
-    """Sort scored rows back into their tasks; every row must be there once."""
+    """Sort scored rows back into their tasks; check that every row is there once."""
     scores = {}
     for number, task in enumerate(tasks):
         mine = rows[rows[:, 0] == number]

@@ -1,1 +1,1 @@
-"""What a command does, apart from its arguments and its output."""
+"""The work of each command, apart from its arguments and its output."""

@@ -1,6 +1,6 @@
-"""What the experts' differences from the merged model look like: how few directions hold them, and what a rank costs.
+"""Spectra of the experts' differences from the merged model, and the error and storage of each rank.
 
-The experts are read again, one parameter at a time, beside the merged model of a build.
+Experts are read again, one parameter at a time, beside the merged model of a build.
 
 >>> import torch
 >>> from transformers import BertConfig, BertModel
@@ -44,7 +44,7 @@ class HeadBank(Protocol):
 
 
 class BuiltModel(Protocol):
-    """What is needed of a `RetexModel`."""
+    """The parts of a `RetexModel` that the analysis reads."""
 
     model: nn.Module
     retex_config: RetexConfig
@@ -56,8 +56,8 @@ class BuiltModel(Protocol):
 class StoragePoint:
     """Uniform rank `rank`, and the rank budget that may store as many numbers.
 
-    Shares are of the experts' storage, as in `RetexConfig.rank_budget`; errors are the norm of what is missed over the
-    norm of the differences, all tasks and parameters together.
+    Shares are relative to the experts' storage, as in `RetexConfig.rank_budget`. Errors are the norm of the residual
+    over the norm of the differences, over all tasks and parameters together.
     """
 
     rank: int
@@ -69,10 +69,10 @@ class StoragePoint:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `analyse` found.
+    """Result of `analyse`.
 
-    `energy_ratios` are the paper's rho_q per task (empty if the model has no square matrices), `spectra` those of the
-    stacked differences per parameter, `expert_numbers` how many numbers one expert stores, heads left out.
+    `energy_ratios` are the paper's rho_q per task (empty if the model has no square matrices), `spectra` the spectra of
+    the stacked differences per parameter, `expert_numbers` how many numbers one expert stores without its head.
     """
 
     tasks: list[str]
@@ -81,7 +81,7 @@ class Analysis:
     spectra: dict[str, Spectrum]
 
     def storage_curve(self, ranks: Iterable[int] | None = None, *, progress: bool = False) -> list[StoragePoint]:
-        """`error_against_storage` of these spectra; by default at all powers of two that are ranks of the model."""
+        """Return `error_against_storage` of these spectra; default ranks: all powers of two in the model's range."""
         ranks = _powers_of_two(self.spectra) if ranks is None else ranks
         return error_against_storage(self.spectra, len(self.tasks), self.expert_numbers, ranks, progress=progress)
 
@@ -95,14 +95,14 @@ def analyse(
     cache_dir: str | None = None,
     progress: bool = True,
 ) -> Analysis:
-    """Read the spectra of the experts' differences from a built model.
+    """Compute the spectra of the experts' differences from a built model.
 
     Args:
-        model: A `RetexModel`; its merged weights are what the differences are taken from.
-        experts: `{task: expert}`, the experts it was built from, given as they were then.
-        names: Parameters to look at. By default all that are not heads, whether or not the build recovers them.
+        model: A `RetexModel`; differences are taken from its merged weights.
+        experts: `{task: expert}`, the experts it was built from, in the form passed to the build.
+        names: Parameters to analyse. Default: all except heads, whether or not the build recovers them.
         token: Hub token.
-        cache_dir: Hub cache.
+        cache_dir: Hub cache folder.
         progress: Show a progress bar.
     """
     inventory = take_inventory(model.model)
@@ -114,7 +114,7 @@ def analyse(
     for name in tqdm(targets.names, desc="Reading spectra", unit="tensor", disable=not progress):
         differences = targets.differences(name)
         shape = inventory.shapes[name]
-        # Rank 1 shows the kind of a parameter; its spectrum then holds all ranks.
+        # A layout of rank 1 tells the kind of the parameter; its spectrum then covers all ranks.
         layout = plan_layout(shape, 1, len(tasks), name in inventory.convolutions, order=order)
         found = Spectrum(layout, spectrum(differences, layout))
         if found.values.sum() == 0:
@@ -130,9 +130,9 @@ def analyse(
 
 
 def energy_ratio(difference: Tensor) -> Tensor | None:
-    """rho_q of one matrix: the share of its squared norm in its top q singular directions, for q = 1, 2, ...
+    """Return rho_q of one matrix: the share of its squared norm in its top q singular directions, for q = 1, 2, ...
 
-    None for a matrix of zeros, which has no directions.
+    Return None for a matrix of zeros, which has no directions.
 
     >>> import torch
     >>> from retex_hf.workflows.analysis import energy_ratio
@@ -146,7 +146,7 @@ def energy_ratio(difference: Tensor) -> Tensor | None:
 
 
 def average_ratios(ratios: list[Tensor]) -> Tensor:
-    """The mean of several rho_q; beyond its last direction a matrix has all of its energy.
+    """Average several rho_q; beyond its last direction, a matrix counts as 1.
 
     >>> import torch
     >>> from retex_hf.workflows.analysis import average_ratios
@@ -170,13 +170,13 @@ def error_against_storage(
     *,
     progress: bool = False,
 ) -> list[StoragePoint]:
-    """What each uniform rank stores and misses, and what a rank budget of that storage misses.
+    """Return storage and error of each uniform rank, and the error of a rank budget with the same storage.
 
-    The errors are those of the closed form, of offsets that no layers share. A budget never misses more than the
-    uniform rank it is compared with.
+    Errors are those of the closed form, with offsets that no layers share. The error of a budget never exceeds that of
+    the uniform rank it is compared with.
 
     Args:
-        spectra: Of all parameters, from `analyse`.
+        spectra: Spectra of all parameters, from `analyse`.
         num_tasks: Number of tasks.
         expert_numbers: How many numbers one expert stores.
         ranks: Uniform ranks, in the order of the result.
@@ -207,7 +207,7 @@ def error_against_storage(
             {name: at_rank(found.layout, rank, num_tasks) for name, found in spectra.items()}
         )
         budgeted = measure(allocate(spectra, num_tasks, numbers))
-        # `allocate` compares what is recovered, this what is missed: rounding may tell them apart.
+        # `allocate` compares recovered energy, this compares residuals: rounding may order them differently.
         budgeted_error, budgeted_numbers = min(budgeted, (uniform_error, numbers))
         whole = num_tasks * expert_numbers
         points.append(StoragePoint(rank, numbers / whole, uniform_error, budgeted_numbers / whole, budgeted_error))
@@ -215,8 +215,8 @@ def error_against_storage(
 
 
 def _residual(spectra: Mapping[str, Spectrum], layouts: Mapping[str, Layout]) -> float:
-    """The energy that layouts leave out; a parameter without one is left out whole."""
-    # Summing what is left keeps small residuals; a difference of energies would round them away.
+    """Return the energy that layouts leave out; a parameter without a layout is left out whole."""
+    # Summing the residuals keeps small ones; a difference of energies would round them away.
     left = 0.0
     for name, found in spectra.items():
         layout = layouts.get(name)
@@ -228,7 +228,7 @@ def _residual(spectra: Mapping[str, Spectrum], layouts: Mapping[str, Layout]) ->
 
 
 def _powers_of_two(spectra: Mapping[str, Spectrum]) -> list[int]:
-    """1, 2, 4, ... below the smaller side of the largest matrix."""
+    """Return 1, 2, 4, ... below the smaller side of the largest matrix."""
     sides = [min(s.layout.rows, s.layout.columns) for s in spectra.values() if s.layout.kind == MATRIX]
     return [2**power for power in range((max(sides, default=2) - 1).bit_length())]
 
@@ -283,7 +283,7 @@ def _open_targets(
 
 
 def _with_shared_rows(expert: Checkpoint, model: BuiltModel, task: str) -> Checkpoint:
-    """An expert with the merged model's tokens; what it has beyond is stored as it is."""
+    """Restrict an expert to the merged model's tokens; further tokens are stored as they are."""
     names, tensors = list(model.rows.as_dict(model.retex_config.tasks)[task]), model.model.state_dict()
     entries = {n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n].cpu()) for n in names}
     size = len(tensors[names[0]])

@@ -1,4 +1,4 @@
-"""How few directions hold what is recovered: the paper's rho_q, of the offsets that an artifact stores."""
+"""Energy of the offsets that an artifact stores, per number of directions: the paper's rho_q."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..recovery import OffsetGenerator, RecoveryModule
 from ..recovery.layout import GENERATED_FIRST, MATRIX
 from .analysis import average_ratios
 
-# Evenly spaced over the model: more layers change the mean little, and take longer.
+# Evenly spaced over the model: more layers take longer and hardly change the mean.
 MOST_LAYERS = 16
 
 
 @torch.no_grad()
 def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str, Tensor]:
-    """rho_q of each task's recovered differences, averaged over square matrices; empty where there are none.
+    """Return rho_q of each task's recovered differences, averaged over square matrices; empty where there are none.
 
-    The experts are not needed, and so what recovery misses of them is not in it.
+    The experts are not read, so the result leaves out the recovery error.
 
     >>> import torch
     >>> from retex_hf.workflows.energy import recovered_energy
@@ -41,13 +41,13 @@ def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str
 
 
 def _direction_energies(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
-    """Squared singular values of one offset, in descending order."""
+    """Return the squared singular values of one offset, in descending order."""
     layout = generator.layout
     if layout.kind != MATRIX:
         return _squared_singular_values(generator(embedding))
     varying, shared = generator.generated(embedding)[0], generator.factor("shared")[0]
     inner = generator.factor("inner")
-    # As if the shared factor came last: transposing a product does not change its singular values.
+    # Treat the shared factor as the last: transposing a product does not change its singular values.
     if layout.order != GENERATED_FIRST:
         varying, shared = varying.T, shared.T
         inner = None if inner is None else inner.mT

@@ -1,4 +1,4 @@
-"""A finished model on test data: its own figures, those of its merged model, and those of its experts if at hand."""
+"""Evaluation of a finished model on test data, beside its merged model and, where available, its experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .predictor import FEATURES, Predictor
 
 
 class MergedModel(Method):
-    """The merged model of a finished [`RetexModel`], under the heads of the tasks that it is told.
+    """The merged model of a finished [`RetexModel`], under the heads of the given tasks.
 
     Args:
         predictor: The model, and how it answers.
@@ -32,7 +32,7 @@ class MergedModel(Method):
         self.model, self.readout = predictor.model, predictor.readout
 
     def fit(self, material: Material) -> None:
-        """Nothing: it is finished."""
+        """Do nothing: the model is finished."""
 
     @torch.no_grad()
     def predict(
@@ -57,15 +57,15 @@ def evaluate_model(
     batch_size: int = 64,
     progress: bool = True,
 ) -> Report:
-    """Run a finished model over one shuffled stream of all tests.
+    """Evaluate a finished model on one shuffled stream of all tests.
 
     Args:
         predictor: The model, and how it answers.
-        tests: Labelled data of all its tasks.
-        experts: The experts it was made of, to be run beside it; with them figures are also relative to theirs. They
-            are held in the host's memory, and run on the CPU.
-        base: Their base.
-        seed: Of the order of the stream.
+        tests: Labelled data of all tasks of the model.
+        experts: The experts it was built from, to evaluate beside it; figures are then also given relative to theirs.
+            Experts are held in host memory and run on the CPU.
+        base: The experts' base model.
+        seed: Seed of the order of the stream.
         batch_size: Rows per call.
         progress: Show progress bars.
     """
@@ -90,14 +90,14 @@ def evaluate_model(
 
 
 def _modes(method: Method, predictor: Predictor) -> Sequence[str]:
-    """Without signatures nothing can be asked about an unknown task."""
+    """Return the modes to run; a model without signatures cannot be asked with the task unknown."""
     model = predictor.model
     routed = model.signatures is not None or model.retex_config.signatures == "weights"
     return ("known", "unknown", "oracle") if routed or not method.routes else ("known",)
 
 
 def sample_rows(data: TaskData, count: int, seed: int = 0) -> TaskData:
-    """At most so many rows of a task, drawn at random."""
+    """Draw at most `count` rows of a task at random."""
     if count < 1:
         raise EvaluationError(f"The number of rows to draw must be positive, not {count}.")
     chosen = sorted(random.Random(seed).sample(range(len(data)), min(count, len(data))))

@@ -1,4 +1,4 @@
-"""From a recipe to a model: build, sign, and repeat what was changed afterwards."""
+"""From a recipe to a model: build, sign, and repeat the recorded changes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def make(
     cache_dir: str | None = None,
     progress: bool = True,
 ) -> RetexModel:
-    """Make the model that a recipe describes; with `recipe.output_dir` it is built into that folder.
+    """Build the model that a recipe describes, into the folder `recipe.output_dir` where it is given.
 
-    The folder is replaced once, when all that the recipe says is done: built, signed and changed. Only the main process
-    of an accelerator signs and changes the model: a recipe's solving is shared, the rest is not.
+    The folder is replaced once, after the model is built, signed and changed as the recipe says. Only the main process
+    of an accelerator signs and changes the model: processes share the solving, not the rest.
     """
     recipe.check()
     config = RetexConfig(**recipe.config)
     training = _training(recipe)
     references = references_of(recipe.to_dict())
-    # Before anything is built: what is wrong should not be found at the end, when a folder has been written.
+    # Load before building, so that invalid data fails here and not after a folder has been written.
     inputs = references.load()
     options = {"token": token, "cache_dir": cache_dir}
     _check_signing(recipe, config, references, inputs, **options)
@@ -71,7 +71,7 @@ def make(
         def publish(parts: RetexParts, folder: Path | None) -> None:
             model = RetexModel(parts)
             complete(model if device is None else model.to(device))
-            if folder is None or recipe.changes or config.shared_trunk:  # the weights are others, or on no disk yet
+            if folder is None or recipe.changes or config.shared_trunk:  # the weights changed, or are on no disk yet
                 model.save_pretrained(recipe.output_dir)
             else:
                 writing.carry_over(model.parts(), folder, check_target(recipe.output_dir))
@@ -92,7 +92,7 @@ def _complete(
     progress: bool,
     **options: Any,
 ) -> None:
-    """Do to a model that was just built what else its recipe says."""
+    """Apply the recipe's remaining steps to a model that was just built."""
     if recipe.solver == "adam" and model.recipe is not None:
         kept = ("mixed_precision", "gradient_accumulation_steps")
         model.recipe |= {name: value for name, value in recipe.stored().items() if name in kept}
@@ -105,7 +105,7 @@ def _complete(
 def _check_signing(
     recipe: Recipe, config: RetexConfig, references: References, inputs: dict[str, Sequence[Any]], **options: Any
 ) -> None:
-    """Refuse inputs that the tokenizer or processor of the model to be does not take."""
+    """Refuse inputs that the tokenizer or processor of the model to build does not take."""
     if inputs:
         given = {"model_config": recipe.model_config, "check_base": False, **options}
         blueprint = prepare(recipe.base, recipe.experts, config, on_meta=True, **given)
@@ -122,7 +122,7 @@ def _check_changes(recipe: Recipe, **options: Any) -> None:
 
 
 def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Any) -> None:
-    """Do to a model what one entry of a recipe's `changes` says."""
+    """Apply one entry of a recipe's `changes` to a model."""
     change = dict(change)
     if "remove" in change:
         model.delete_task(change["remove"])
@@ -134,7 +134,7 @@ def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = 
 
 
 def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
-    """`RetexModel.add_task` with reference inputs from data; the recipe notes where they came from."""
+    """Call `RetexModel.add_task` with reference inputs from data, and record their source in the recipe."""
     batches = references.batches(model)[name] if references.data else None
     with same_threads(model.recipe):
         added = model.add_task(name, expert, references=batches, **options)
@@ -146,12 +146,12 @@ def add_task(model: RetexModel, name: str, expert: str, references: References, 
 
 
 def references_of(values: dict[str, Any]) -> References:
-    """The part of a recipe, or of a change, that says where reference inputs come from."""
+    """Return the part of a recipe, or of a change, that says where reference inputs come from."""
     return References(**{key: value for key, value in values.items() if key in References.__dataclass_fields__})
 
 
 def differences(recipe: Recipe) -> list[str]:
-    """Why a build from a recipe may not give the same bits as the artifact that it came with."""
+    """Return the reasons why a build from a recipe may differ in bits from the artifact that the recipe came with."""
     found = [f"the artifact went on to {what}, which no recipe can repeat" for what in recipe.unrecorded]
     for package, made_with in recipe.made_with.items():
         if version(package) != made_with:

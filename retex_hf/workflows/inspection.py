@@ -1,4 +1,4 @@
-"""What an artifact is, read from its files without loading the merged model."""
+"""Summary of an artifact, read from its files without loading the merged model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MOST_OF_THE_ENERGY = 0.9
 
 
 def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = True) -> dict[str, Any]:
-    """Tasks, layers, storage, provenance and recipe of an artifact, as plain values.
+    """Return tasks, layers, storage, provenance and recipe of an artifact as plain values.
 
     Args:
         folder: The artifact.
-        spectra: Also say how many directions hold most of what is recovered in each matrix, and how the energy is
-            spread over tasks. This reads all factors, after comparing all files with their checksums.
+        spectra: Also report how many directions hold most of the recovered energy of each matrix, and how the energy is
+            spread over tasks. This verifies the checksums of all files and reads all factors.
         progress: Show a progress bar.
     """
     config, section = schema.read_description(folder)
@@ -69,10 +69,10 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
 
 
 def group_layers(layers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of one type (all attention queries, say) as one row: ranks, errors, directions, share of the energy."""
+    """Group layers of one type (all attention queries, say) into one row: ranks, errors, directions, energy."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, layer in layers.items():
-        # Of norms and biases there are many kinds and few numbers.
+        # Norms and biases come in many types but hold few numbers: put them in one group.
         groups.setdefault("norms, biases" if layer["kind"] == VECTOR else layer_type(name), []).append(layer)
     total = sum(layer.get("energy", 0.0) for layer in layers.values())
     rows = []
@@ -110,7 +110,7 @@ def _layer(recovery: RecoveryModule, name: str, error: float | None) -> dict[str
 
 @torch.no_grad()
 def _spectrum(recovery: RecoveryModule, name: str, tasks: list[str]) -> dict[str, Any]:
-    """The energy of a layer's offsets over tasks, and over directions that all tasks share."""
+    """Return the energy of a layer's offsets per task, and per direction that all tasks share."""
     generator, layout = recovery[name], recovery[name].layout
     pairs = list(zip(tasks, recovery.task_embedding, strict=True))
     if layout.kind != MATRIX:
@@ -125,7 +125,7 @@ def _spectrum(recovery: RecoveryModule, name: str, tasks: list[str]) -> dict[str
 
 
 def _gram(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
-    """The Gram matrix of one task's offset in coordinates of the shared factor's orthonormal directions."""
+    """Return the Gram matrix of one task's offset in coordinates of the shared factor's orthonormal directions."""
     generated, shared = generator.generated(embedding).double(), generator.factor("shared").double()
     inner = generator.factor("inner")
     if generator.layout.order != GENERATED_FIRST:
@@ -139,7 +139,7 @@ def _gram(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
 
 
 def _storage(folder: Path, section: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the tensors of each part, as `sizes_of` counts them."""
+    """Return the bytes of the tensors of each part, counted as in `sizes_of`."""
     stems = {
         BODY: LIBRARIES[section["library"]].WEIGHTS_STEM,
         RECOVERY: schema.RECOVERY,
@@ -153,7 +153,7 @@ def _storage(folder: Path, section: dict[str, Any]) -> dict[str, int]:
     for part, stem in stems.items():
         if list(folder.glob(f"{stem}*.safetensors")):
             infos = open_files(weight_files(folder, (stem,), suffixes=(".safetensors",)), stem).infos
-            # The merged model carries the head of the first task, which is among the heads.
+            # The merged model carries the head of the first task, which is already counted among the heads.
             counted = (info for name, info in infos.items() if part != BODY or name not in own)
             sizes[part] = sum(tensor_bytes(info) for info in counted)
     return sizes

@@ -1,4 +1,4 @@
-"""Raw inputs in, answers out: what the command line and the page to try a model show."""
+"""Predictions for raw inputs, as the command line and the demo page show them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Answer:
     """The answer to one input.
 
     `answer` is a label or a generated text (None for models that give features only), `score` the label's probability.
-    `residuals` and `probabilities` say how near each task is, where the task was identified from the input; `far` says
-    whether that is far from every task, where the routing asks for it.
+    `residuals` and `probabilities` are per task, where the task was identified from the input. `far` tells whether the
+    input is out-of-distribution, where the routing asks for it.
     """
 
     task: str
@@ -48,11 +48,11 @@ class Predictor:
         model: The model.
         preprocessor: Makes batches of the inputs.
         classes: For dual encoders of images and texts: the names of the classes of each task.
-        prompt: What a class name is put into, for those.
+        prompt: For those: the template that a class name is put into.
         batch_size: Inputs per call of the model.
-        own: Preprocessors of tasks that have tokens of their own; default: as their tokenizers lie beside the model.
-            Tasks are identified from what `preprocessor` makes of an input.
-        generate: Options of `generate`, for models that answer in words.
+        own: Preprocessors of tasks that have tokens of their own; default: made from the tokenizers stored with the
+            model. Tasks are identified from the batches of `preprocessor`.
+        generate: Options of `generate`, for models that generate text.
 
     Example:
         >>> from retex_hf.workflows.predictor import Predictor
@@ -79,7 +79,7 @@ class Predictor:
         if classes is not None and self.kind != ZERO_SHOT:
             raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
         self.readout = self._readout(prompt, generate)
-        # What tokens mean is for the tokenizer to say that made them.
+        # Tokens must be decoded by the tokenizer that made them.
         self._own_readouts = {
             task: Generator(found.tokenizer, **generate) if self.kind == GENERATOR else self.readout
             for task, found in self.own.items()
@@ -94,7 +94,7 @@ class Predictor:
         model_options: dict[str, Any] | None = None,
         **options,
     ) -> Predictor:
-        """A predictor over an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
+        """Load a predictor from an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
         model = RetexModel.from_pretrained(folder, **(model_options or {}))
         own = own_preprocessors(model, max_length)
         return cls(model, preprocessor_of(model, max_length), own=own, **options)
@@ -123,11 +123,11 @@ class Predictor:
         return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
 
     def predict(self, inputs: Sequence[Any], task: str | Sequence[str] | None = None) -> list[Answer]:
-        """The answer to every input; without `task`, each input's task is identified from the input itself."""
+        """Answer every input; without `task`, identify each input's task from the input itself."""
         return self._run(inputs, task, merged=False)
 
     def merged(self, inputs: Sequence[Any], tasks: str | Sequence[str]) -> list[Answer]:
-        """What the plain merged model answers, under the heads of the given tasks."""
+        """Answer with the plain merged model, under the heads of the given tasks."""
         return self._run(inputs, tasks, merged=True)
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Predictor:
         return answers
 
     def _answer_inputs(self, inputs: list[Any], tasks: list[str] | None, merged: bool) -> list[Answer]:
-        """Answer the inputs of one batch; a task that has a tokenizer of its own gets what that makes of its inputs."""
+        """Answer one batch of inputs; tasks with a tokenizer of their own get inputs made by that tokenizer."""
         if not self.own or self.readout is None:
             return self._answer_batch(self.batch(inputs), tasks, merged, self.readout)
         routing = None
@@ -153,7 +153,7 @@ class Predictor:
             if pinned is None:
                 routing = self.model.identify(**self.batch(inputs))
             if isinstance(pinned, list) or (routing is not None and routing.weights is not None):
-                # A mixture of tasks has no tokens of a single one.
+                # A mixture of tasks cannot use the tokens of a single one.
                 return self._answer_batch(self.batch(inputs), None, merged, self.readout)
             tasks = [pinned] * len(inputs) if routing is None else routing.tasks
         answers: list[Answer | None] = [None] * len(inputs)
@@ -187,7 +187,7 @@ class Predictor:
         return self._answers(chosen, self._read(output, chosen, readout), output.routing if tasks is None else None)
 
     def _read(self, output: Any, tasks: Sequence[str], readout: Readout) -> list[tuple[str | None, float | None]]:
-        """Label or text of every row, and its score."""
+        """Return label or text of every row, and its score."""
         if self.kind == CLASSIFIER:
             labels = self.model.retex_config.labels
             return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
@@ -201,7 +201,7 @@ class Predictor:
     ) -> list[Answer]:
         near = [(None, None)] * len(tasks)
         far = [None] * len(tasks)
-        if routing is not None and routing.residuals is not None:  # not where a task is pinned
+        if routing is not None and routing.residuals is not None:  # None where the task is given
             near = [
                 tuple(dict(zip(self.model.tasks, row.tolist(), strict=True)) for row in rows)
                 for rows in zip(routing.residuals, routing.probabilities, strict=True)
@@ -212,7 +212,7 @@ class Predictor:
         return [Answer(task, answer, score, *distances, far) for task, (answer, score), distances, far in rows]
 
     def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """A batch of raw inputs, where the model is."""
+        """Make a batch of raw inputs on the model's device."""
         return self._moved(self.preprocessor(inputs))
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Predictor:
 
 
 class _ImageReadout(ZeroShot):
-    """Zero-shot classification that runs the image side only, by the method that a library has for it."""
+    """Zero-shot classification that runs the image encoder only, by the library's own method."""
 
     def __init__(self, heads: Mapping[str, Tensor], method: str) -> None:
         super().__init__(heads, _as_tensor)
@@ -231,12 +231,12 @@ class _ImageReadout(ZeroShot):
 
 
 def _as_tensor(features: Any) -> Tensor:
-    """transformers 5 gives features as the pooled output of a tower, OpenCLIP as a tensor."""
+    """Return features as a tensor: transformers 5 wraps them in a tower's pooled output, OpenCLIP does not."""
     return features if isinstance(features, Tensor) else features.pooler_output
 
 
 def own_preprocessors(model: RetexModel, max_length: int | None = None) -> dict[str, Preprocessor]:
-    """The preprocessors of tasks that have a tokenizer of their own."""
+    """Return the preprocessors of tasks that have a tokenizer of their own."""
     vocabulary = model.retex_config.vocabulary
     return {
         task: preprocessor_of(model, max_length, task)
@@ -246,9 +246,9 @@ def own_preprocessors(model: RetexModel, max_length: int | None = None) -> dict[
 
 
 def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str | None = None) -> Preprocessor:
-    """The preprocessor whose files came with a model, or with one of its tasks.
+    """Load the preprocessor whose files came with a model, or with one of its tasks.
 
-    Texts are cut after `max_length` tokens; default: as when the model was signed, else what its tokenizer takes.
+    Texts are truncated to `max_length` tokens; default: as when the model was signed, else the tokenizer's limit.
     """
     if model.side_folder is None:
         raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
@@ -258,7 +258,7 @@ def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str 
 
 
 def answer_kind(model: RetexModel, has_classes: bool) -> str:
-    """How a model answers: with labels of its own heads, with texts, with classes named in words, or not at all."""
+    """Return how a model answers: by labels of its heads, by texts, by classes named in words, or not at all."""
     if model.retex_config.labels:
         return CLASSIFIER
     if library_of(model.model).is_dual_encoder(model.model):

@@ -1,4 +1,4 @@
-"""Signatures from data on disk or on the Hub: inputs are drawn, made into batches, and shown to the model."""
+"""Signatures from data on disk or on the Hub: draw inputs, make batches, and fit the model's signatures on them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class References:
     """Where reference inputs come from; the fields are those of a recipe.
 
     Args:
-        data: Task names and their sources, as `load_inputs` takes them.
-        split: Which part of the sources.
+        data: `{task: source}`, as `load_inputs` takes it.
+        split: Split of the sources.
         input_column: The column of texts or images; default: found by common names.
-        max_length: Texts are cut after so many tokens; default: what the tokenizer takes.
-        seed: Of the draw.
+        max_length: Truncate texts to this many tokens; default: the tokenizer's limit.
+        seed: Seed of the draw.
     """
 
     data: dict[str, str] = field(default_factory=dict)
@@ -39,20 +39,20 @@ class References:
     seed: int = 0
 
     def load(self) -> dict[str, Sequence[Any]]:
-        """All inputs of every task."""
+        """Load all inputs of every task."""
         options = {"split": self.split, "input_column": self.input_column}
         return {task: load_inputs(task, source, **options) for task, source in self.data.items()}
 
     def batches(
         self, model: RetexModel, inputs: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, list[dict[str, Tensor]]]:
-        """Reference batches of every task where the model is, as many inputs as its configuration asks for."""
+        """Draw reference batches of every task on the model's device, of as many inputs as its configuration says."""
         preprocessor = self.preprocessor(model.side_folder, model.model)
         found = self.draw(self.load() if inputs is None else inputs, model.retex_config.num_reference, preprocessor)
         return {task: [as_model_takes(batch, model.model) for batch in batches] for task, batches in found.items()}
 
     def preprocessor(self, side_folder: Path | None, model: nn.Module) -> Preprocessor:
-        """What makes batches of inputs for a model whose tokenizer or processor lies in a folder."""
+        """Load the preprocessor of a model whose tokenizer or processor is in a folder."""
         if side_folder is None:
             raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of the data.")
         return load_preprocessor(side_folder, model, max_length=self.max_length)
@@ -60,10 +60,10 @@ class References:
     def draw(
         self, inputs: Mapping[str, Sequence[Any]], count: int, preprocessor: Preprocessor
     ) -> dict[str, list[dict[str, Tensor]]]:
-        """Batches of `count` inputs of every task, or of all where there are fewer."""
+        """Draw batches of `count` inputs of every task, or of all where there are fewer."""
         batches = {}
         for task, rows in inputs.items():
-            # At random, because data may be sorted by class.
+            # Draw at random, because data may be sorted by class.
             chosen = random.Random(self.seed).sample(range(len(rows)), min(count, len(rows)))
             drawn = [rows[index] for index in chosen]
             starts = range(0, len(drawn), BATCH_SIZE)
@@ -74,7 +74,7 @@ class References:
         return batches
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+        """Return the fields that differ from their defaults."""
         default = References()
         return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
 
@@ -86,12 +86,12 @@ def sign(
     inputs: Mapping[str, Sequence[Any]] | None = None,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Fit the signatures of a model on data, and note in its recipe on which.
+    """Fit the signatures of a model on data, and record the data in its recipe.
 
     Args:
         model: The model.
         references: Where the inputs come from.
-        inputs: What `references.load()` gave, where it was called already.
+        inputs: The result of `references.load()`, if it was called already.
         progress: Show a progress bar.
 
     Returns:
@@ -111,11 +111,11 @@ def sign(
 
 
 def _noted(recipe: dict[str, Any] | None, references: References) -> dict[str, Any] | None:
-    """The recipe with signatures fitted on these references: right after the build, or after what was changed since."""
+    """Return the recipe with signatures fitted on these references, either after the build or after the last change."""
     if recipe is None:
         return None
     changes = list(recipe.get("changes", []))
-    while changes and "sign" in changes[-1]:  # which nothing has joined, so it leaves no trace
+    while changes and "sign" in changes[-1]:  # nothing was added since, so the earlier signing leaves no trace
         changes.pop()
     if not changes:
         replaced = {*vars(references), "changes", "unrecorded"}

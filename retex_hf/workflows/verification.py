@@ -1,4 +1,4 @@
-"""Is an artifact what its author saved? Every file and every tensor is looked at, and no model is made."""
+"""Verification that an artifact is what its author saved: checks every file and every tensor, and builds no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..artifact.schema import read_description, read_manifest
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked, and found right. It prints well."""
+    """Result of a successful check; printing it gives a summary."""
 
     artifact: str
     files: int
@@ -32,15 +32,15 @@ class Verification:
 
 
 def verify(artifact: str | Path, *, finite: bool = False, **hub_options: Any) -> Verification:
-    """Check a saved model without loading it; the first fault is raised as a `RetexError` that names the file.
+    """Check a saved model without loading it; raise a `RetexError` that names the file at the first fault.
 
-    Files must be those that were recorded when it was saved, and nothing else may lie there that would be read with
-    them. Names, shapes and dtypes of all tensors must be those that the configurations ask for.
+    Files must be those recorded when the model was saved, with no further file that would be read with them. Names,
+    shapes and dtypes of all tensors must match the configurations.
 
     Args:
         artifact: A folder or a Hub id.
-        finite: Also look at every number: none may be NaN or infinite.
-        hub_options: Of a Hub id: `revision`, `cache_dir`, `token`, `local_files_only`.
+        finite: Also check every number: none may be NaN or infinite.
+        hub_options: Options for a Hub id: `revision`, `cache_dir`, `token`, `local_files_only`.
 
     Example:
         >>> from retex_hf import verify

@@ -1,7 +1,7 @@
-"""Metrics of many tasks at once. Each folder is an `evaluate` module that loads by its path, without a network.
+"""Metrics over many tasks. Each folder is an `evaluate` module that loads by its path, without a network.
 
-The scripts stand on their own, because `evaluate.load` copies them out of the package; the rest of the library uses
-their functions on arrays.
+The scripts import nothing from the package, because `evaluate.load` copies them out of it; the rest of the library
+uses their functions on arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ METRICS = ("exact_match", "normalised_accuracy", "task_identification")
 
 
 def metric_path(name: str) -> Path:
-    """The folder of a metric, as `evaluate.load(str(...))` takes it.
+    """Return the folder of a metric, as `evaluate.load(str(...))` takes it.
 
     >>> from retex_hf.evaluation import metric_path
     >>> metric_path("exact_match").name

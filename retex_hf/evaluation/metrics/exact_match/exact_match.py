@@ -26,7 +26,7 @@ ARTICLES = {"a", "an", "the"}
 
 
 def canonical(text, ignore_case=True, ignore_punctuation=False, ignore_articles=False):
-    """What is compared: the text in its plainest form.
+    """Return the normalised form of a text, which is compared.
 
     >>> from retex_hf.evaluation.metrics.exact_match.exact_match import canonical
     >>> canonical(" The Cat. "), canonical("The  cat.", ignore_punctuation=True, ignore_articles=True)
@@ -43,7 +43,7 @@ def canonical(text, ignore_case=True, ignore_punctuation=False, ignore_articles=
 
 
 def matches(prediction, reference, **options):
-    """Whether two texts are the same answer."""
+    """Return whether two texts are the same answer."""
     return canonical(prediction, **options) == canonical(reference, **options)
 
 

@@ -19,9 +19,9 @@ Returns:
 
 
 def normalised(accuracies, individual):
-    """Mean over the last axis, that of tasks, of accuracy / accuracy of the individual expert.
+    """Return the mean over tasks (the last axis) of accuracy / accuracy of the individual expert.
 
-    Not a number where an expert has no row right: there is nothing to compare with.
+    NaN where an expert has no row right: there is nothing to compare with.
 
     >>> from retex_hf.evaluation.metrics import normalised
     >>> float(normalised([0.5, 0.9], [1.0, 0.9]))

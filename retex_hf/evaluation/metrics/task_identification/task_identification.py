@@ -1,4 +1,4 @@
-"""How often the task of an input is found."""
+"""Share of inputs whose task is identified."""
 
 import datasets
 import evaluate
@@ -19,7 +19,7 @@ Returns:
 
 
 def identified_by_task(predictions, references):
-    """The share of each task's inputs that are taken for it; tasks in order of first appearance.
+    """Return the share of each task's inputs that are identified as such; tasks in order of first appearance.
 
     >>> from retex_hf.evaluation.metrics.task_identification.task_identification import identified_by_task
     >>> identified_by_task(["a", "b", "b"], ["a", "a", "b"])
@@ -32,7 +32,7 @@ def identified_by_task(predictions, references):
 
 
 class TaskIdentification(evaluate.Metric):
-    """Share of inputs whose task is found."""
+    """Share of inputs whose task is identified."""
 
     def _info(self):
         return evaluate.MetricInfo(
