@@ -1,4 +1,4 @@
-"""The configuration of ReTeX: all options, validated, with a JSON round trip."""
+"""Configuration of ReTeX: all options, validated, with a JSON round trip."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGEST_INTEGER = 2**63
 MOST_PATTERNS, LONGEST_PATTERN = 5_000, 1_000
 
 
-# PEFT's name, in `adapter_names`, of the model without an adapter.
+# PEFT's name for the model without an adapter, in `adapter_names`.
 BASE = "__base__"
 TASK_NAME = (
     "a non-empty string of at most 200 characters, without surrounding spaces and control characters, other than "
@@ -50,13 +50,13 @@ TASK_NAME = (
 
 
 def is_task_name(name: Any) -> bool:
-    """Whether a value is what `TASK_NAME` says: names of tasks are printed, drawn and published."""
+    """Return whether a value is a valid task name (`TASK_NAME`): it gets printed, drawn and published."""
     fits = isinstance(name, str) and 0 < len(name) <= 200 and name == name.strip() and name == visible(name)
     return fits and name != BASE
 
 
 def check_task_name(name: Any) -> None:
-    """Refuse what cannot be the name of a task."""
+    """Refuse an invalid task name."""
     if name == BASE:
         raise ConfigError(f"A task cannot be called {BASE!r}: in adapter_names that means the merged model.")
     if not is_task_name(name):
@@ -107,8 +107,8 @@ class RetexConfig:
             have to their own task; a task with fewer than 4 references has no such threshold, and no row is
             out-of-distribution for it.
         temperature: Temperature of the softmax over negative residuals.
-        signatures: What identifies a task: reference `"inputs"` given to `fit_signatures`, or its `"weights"`, which
-            need no inputs: a row belongs to the task whose update responds most to it.
+        signatures: Source of the signatures that identify a task: reference `"inputs"` given to `fit_signatures`, or
+            its `"weights"`, which need no inputs: a row belongs to the task whose update responds most to it.
         feature_layer: Layer from which the features that identify a task are read: a module name, an index into the
             model's blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
             held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to this

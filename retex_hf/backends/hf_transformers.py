@@ -1,4 +1,4 @@
-"""What is particular to transformers: loading, saving, names in files, heads and labels, where features come from."""
+"""Backend for transformers: loading, saving, names in files, heads and labels, and the source of features."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ from .untrusted_config import check_options, vet_generation_config, vet_transfor
 NAME = "transformers"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS_STEM, SHARDED = "model", True
-# Whether `return_dict=False` of `forward` gives a tuple of what are named fields otherwise.
+# `forward` returns named fields, or with `return_dict=False` a tuple of them.
 NAMES_FIELDS = True
-# Classes whose outer layer belongs to the task, not to the language or the image.
+# Classes whose output layer belongs to the task, not to the language or the image.
 TASK_CLASS = re.compile(r"For(\w*Classification\w*|QuestionAnswering|MultipleChoice|XVector|NextSentencePrediction)$")
-# For the few such classes that do not nest their backbone under `base_model_prefix`.
+# Heads of the few such classes that do not nest their backbone under `base_model_prefix`.
 HEAD_MODULES = ("classifier", "score", "qa_outputs", "classification_head")
-# Counts that configurations read though they are no fields of theirs.
+# Counts that configurations read although they are not among their fields.
 OTHER_COUNTS = {"num_labels", "num_classes", "num_experts", "first_k_dense_replace"}
-# Options of the caller's for which transformers may fetch something.
+# Options of the caller for which transformers may download something.
 MAY_FETCH = {
     "attn_implementation", "experts_implementation", "quantization_config", "use_kernels", "kernel_config",
 }  # fmt: skip
-# What models are given to understand.
+# Names of the inputs that carry the content of a row.
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values",
           "past_values", "flattened_patches", "bbox")  # fmt: skip
-# How a dual encoder calls the similarities that it gives, and its methods for what is not text.
+# Names of the similarities that a dual encoder returns, and of its methods that encode anything but text.
 SIMILARITY = re.compile(r"^logits_(per_\w+|\w+_text)$")
 ENCODERS = tuple(
     f"get_{kind}_{what}" for kind in ("image", "video", "audio", "speech") for what in ("features", "embeds")
 )
-# What configurations say that no output in evaluation depends on, or that heads and vocabularies have of their own.
+# Configuration fields that no output in evaluation depends on, or that may differ with heads and vocabularies.
 LABEL_MAPS = ("id2label", "label2id", "task_specific_params", "quantization_config", "auto_map")
 NOT_COMPUTED = re.compile(
     r"_.*|architectures|transformers_version|(torch_)?dtype|name_or_path|num_labels|num_classes|label_names|problem_type|"
@@ -76,7 +76,7 @@ NOT_COMPUTED = re.compile(
 )
 TOKEN_ID = re.compile(r"_token_ids?$|_token_index$")
 logger = logging.getLogger(__name__)
-# Constants that earlier versions of transformers saved and that models compute today.
+# Constants that earlier versions of transformers saved and that models now compute.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
 
 
@@ -96,7 +96,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """What the files of a folder say of its model, vetted: nothing in it makes transformers open or fetch anything."""
+    """Vetted description of a folder's model: nothing in it makes transformers open or download anything."""
 
     path: Path
     name: str
@@ -106,7 +106,7 @@ class _Description:
 
     @classmethod
     def read(cls, files: FolderFiles, packed: bool = False) -> _Description:
-        """Read the files; `packed`: the weights are quantised on the disk, but not as they are handed on."""
+        """Read the files; `packed`: the weights are quantised on disk and dequantised when they are read."""
         path, values = files.folder / CONFIG, files.json(CONFIG)
         if packed:
             values.pop("quantization_config", None)
@@ -123,7 +123,7 @@ class _Description:
         return cls(path, name, model_class, vet_transformers_config(values, path, config_class), generation)
 
     def config(self) -> PreTrainedConfig:
-        """Make the configuration."""
+        """Create the configuration."""
         config_class = AutoConfig if self.cls is AutoModel else self.cls.config_class
         try:
             with contained(self.path), private_copy({CONFIG: self.values}) as folder:
@@ -136,7 +136,7 @@ class _Description:
         return config
 
     def generation_config(self) -> GenerationConfig:
-        """Make the generation settings: of their own file, or of the keys that old configurations keep them under."""
+        """Create the generation settings from their own file, or from the old place for them in the configuration."""
         name = CONFIG if self.generation is None else GENERATION_CONFIG
         values = self.values if self.generation is None else self.generation
         own = {"config_file_name": CONFIG, "_from_model_config": True} if self.generation is None else {}
@@ -151,9 +151,9 @@ class _Description:
 
 
 def _config_class(values: dict[str, Any], path: Path) -> type[PreTrainedConfig]:
-    """Return the class of a configuration, for those that name no architecture."""
+    """Return the class of a configuration that names no architecture."""
     kind = "timm_wrapper" if is_timm_config_dict(values) else values.get("model_type")
-    # transformers would guess the type from the name of the folder.
+    # Checked here, because transformers would guess the type from the name of the folder.
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"{path} asks for the model type {brief(kind)}, which transformers does not have.")
     return CONFIG_MAPPING[kind]
@@ -171,19 +171,19 @@ def load(
     """Load a folder's weights (`source`) into the class it was saved from.
 
     Args:
-        folder: Where the configuration lies.
-        source: The weights. transformers gets the tensors, and no name of a file.
-        files: The files beside the weights; default: those on the disk.
+        folder: Folder with the configuration.
+        source: The weights. transformers gets tensors, never a file name.
+        files: The files beside the weights; default: those on disk.
         copy: Copy the tensors, so that writing to the model does not write to the source.
-        strict: Refuse weights that are not all there.
-        kwargs: Go to transformers' own `from_pretrained`.
+        strict: Refuse incomplete weights.
+        kwargs: Passed on to transformers' own `from_pretrained`.
     """
     tensors = {name: source.read(name).clone() if copy else source.read(name) for name in source.infos}
     return _load(_Description.read(files or FolderFiles(folder), source.packed), tensors, strict, kwargs)
 
 
 def load_on_meta(folder: Path, source: Source) -> PreTrainedModel:
-    """Make what `load` gives, without the values: names, shapes, dtypes, ties and configuration."""
+    """Create the model that `load` returns, without values: names, shapes, dtypes, ties and configuration."""
     tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.infos.items()}
     return _load(_Description.read(FolderFiles(folder), source.packed), tensors, False, {"device_map": "meta"})
 
@@ -219,9 +219,9 @@ def _load(
 
 
 def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> PreTrainedModel:
-    """Make the model of a folder on the meta device, after its weights (`source`) were compared with its configuration.
+    """Create a folder's model on the meta device, after comparing its weights (`source`) with its configuration.
 
-    Nothing is taken from them, and nothing is made that they could not fill.
+    No weight is read, and no module is created that the weights could not fill.
     """
     description = _Description.read(files or FolderFiles(folder))
     path, name, cls = description.path, description.name, description.cls
@@ -248,13 +248,13 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> P
         )
     check_weights(path, model, source, {key: info for key, (info, _) in aligned.items()})
     if model.can_generate():
-        description.generation_config()  # before anything is loaded
+        description.generation_config()  # refuse invalid settings before anything is loaded
     return model.eval()
 
 
 @contextmanager
 def limited(folder: Path, source: Source) -> Iterator[None]:
-    """Within this context, a folder's model is made only if its weights (`source`) could fill it."""
+    """Within this context, create a folder's model only if its weights (`source`) could fill it."""
     description = _Description.read(FolderFiles(folder), source.packed)
     _check_counts(description, source)
     with limited_pieces(description.path, source):
@@ -267,8 +267,10 @@ def _check_counts(description: _Description, source: Source) -> None:
 
 
 def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that its class reads. People note other things there (`num_train_samples`),
-    which transformers keeps."""
+    """Return the part of a configuration that its class reads.
+
+    Users add other fields (`num_train_samples`), which transformers keeps.
+    """
     known = (
         {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys() | OTHER_COUNTS
     )
@@ -276,7 +278,7 @@ def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) ->
 
 
 def _model_class(name: str, asked_by: Path | str) -> type:
-    # Not `getattr` alone: it would import whatever module transformers has under a name.
+    # Filter names before `getattr`, which would import any module of transformers with that name.
     cls = getattr(transformers, name, None) if name.isidentifier() and not name.islower() else None
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
     if cls is not AutoModel and not (is_model and cls.config_class is not None):
@@ -295,15 +297,14 @@ def load_config(source: Source) -> PreTrainedConfig:
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
-    """Return what the configuration of a folder says of its model, vetted."""
+    """Return the vetted configuration of a folder's model."""
     return _Description.read(files or FolderFiles(folder)).values
 
 
 def from_config(
     architecture: str, config: PreTrainedConfig, dtype: torch.dtype | None, on_meta: bool
 ) -> PreTrainedModel:
-    """Make a model of a class, with weights yet to be filled in: an adapter's class may have a head that its base
-    lacks."""
+    """Create a model of a class, without trained weights: an adapter's class may have a head that its base lacks."""
     cls = _model_class(architecture, "the adapter")
     with torch.device("meta" if on_meta else "cpu"), contained(Path(config.name_or_path or "the adapter")):
         model = cls._from_config(deepcopy(config), dtype=dtype or torch.float32)
@@ -311,8 +312,10 @@ def from_config(
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast a model in place to what `from_pretrained(dtype=dtype)` gives: constants that it computes stay as they are,
-    and so does what its class keeps in float32."""
+    """Cast a model in place, as `from_pretrained(dtype=dtype)` does.
+
+    Constants that the model computes keep their dtype, and so does what its class keeps in float32.
+    """
     kept = [re.escape(name).replace(r"\*", r"[^.]+") for name in model._get_dtype_plan(dtype)]
     pattern = re.compile(rf"(^|\.)({'|'.join(kept)})(\.|$)") if kept else None
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -328,8 +331,8 @@ def save(model: PreTrainedModel, folder: Path, max_shard_size: str | int) -> Non
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """All that `save` writes, without the weights."""
-    # In a folder of its own, because transformers deletes shards that are not of the same save.
+    """Write everything that `save` writes except the weights."""
+    # In a separate folder, because transformers deletes shards of any other save.
     with TemporaryDirectory(dir=folder) as own:
         model.save_pretrained(own, state_dict={})
         for file in Path(own).iterdir():
@@ -338,24 +341,24 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def saved_names(model: PreTrainedModel) -> list[str]:
-    """Names of the tensors that `save` writes, as the model has them: tied ones once, constants not at all."""
+    """Return the model's names of the tensors that `save` writes: tied tensors once, computed constants not at all."""
     ignored = computed_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     return list(remove_tied_weights_from_state_dict(tensors, model))
 
 
 def file_form(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the model under the names and in the form that files have (an MoE layer's experts apart, say)."""
+    """Convert the model's tensors to the names and shapes used in files (for example, one tensor per MoE expert)."""
     return revert_weight_conversion(model, tensors)
 
 
 def index_metadata(model: PreTrainedModel) -> dict[str, Any]:
-    """What the index of sharded weights says of the model."""
+    """Return the metadata for the index of sharded weights."""
     return {"total_parameters": model.num_parameters()}
 
 
 def head_names(model: PreTrainedModel, names: list[str]) -> set[str]:
-    """Parameters of the head module of a classification or question-answering class; empty for other classes."""
+    """Return the parameters of the head of a classification or question-answering class; empty for other classes."""
     if not TASK_CLASS.search(type(model).__name__):
         return set()
     if model.base_model is not model:
@@ -403,7 +406,7 @@ def align(
             planned = convert(
                 lambda key: torch.empty(source.infos[key].shape, dtype=source.infos[key].dtype, device="meta")
             )
-        except Exception as error:  # conversions check nothing themselves
+        except Exception as error:  # conversions do not check their inputs
             raise CheckpointError(
                 f"{source.label}: the {len(parts)} tensors that make up {first_name!r} do not fit each other: "
                 f"{first_line(error)}"
@@ -424,7 +427,7 @@ def align(
 
 
 def _check_constant(model: PreTrainedModel, name: str, label: str, found: Tensor) -> None:
-    """Refuse other numbers than those that the class computes whenever it is loaded."""
+    """Refuse a constant whose numbers differ from those that the class computes when it is loaded."""
     path, _, own = name.rpartition(".")
     module = deepcopy(model.get_submodule(path)).to_empty(device="cpu")
     for tensor in (module, *module.parameters()):
@@ -454,7 +457,7 @@ def _convert(
 
 
 def labels_of(source: Source) -> dict[str, Any]:
-    """What a checkpoint's config says of its head."""
+    """Return the label names and the problem type in a checkpoint's config, as far as they are there."""
     if source.folder is not None:
         config = FolderFiles(source.folder).json(CONFIG)
     elif owns(source.model):
@@ -470,12 +473,12 @@ def labels_of(source: Source) -> dict[str, Any]:
 
 
 def num_labels(model: PreTrainedModel) -> int | None:
-    """Output width of the model's head, for classes that have one."""
+    """Return the output width of the model's head, or None for classes without one."""
     return getattr(model, "num_labels", None) if TASK_CLASS.search(type(model).__name__) else None
 
 
 def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
-    """Give a model the label names and the problem type of a task; the loss functions read them from here."""
+    """Set the label names and the problem type of a task on a model, where loss functions read them."""
     model.config = copy(model.config)
     model.config.id2label = {int(key): value for key, value in labels["id2label"].items()}
     model.config.label2id = {value: key for key, value in model.config.id2label.items()}
@@ -484,10 +487,10 @@ def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
 
 
 def vocabulary_names(model: PreTrainedModel, inventory: Inventory) -> list[str]:
-    """Names of tensors with a row per token: input embeddings, the output layer and its bias, tied ones once."""
+    """Return the names of tensors with a row per token: input embeddings, output layer and its bias, tied ones once."""
     try:
         modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    except NotImplementedError:  # models of images or sounds
+    except NotImplementedError:  # image and audio models have no such methods
         return []
     size = getattr(model.config.get_text_config(), "vocab_size", None)
     kinds = (nn.Embedding, nn.Linear)
@@ -497,10 +500,10 @@ def vocabulary_names(model: PreTrainedModel, inventory: Inventory) -> list[str]:
 
 
 def resize_vocabulary(model: PreTrainedModel, size: int, widest: int, base: Source) -> None:
-    """Tell a model of the number of tokens that its tensors have; special tokens beyond it are the base's.
+    """Set a model's vocabulary size to that of its tensors; reset special tokens beyond it to those of the base.
 
-    `widest` is the largest vocabulary of a task. Numbers beyond it are nobody's token (defaults of a configuration that
-    was given a smaller vocabulary): they stay.
+    `widest` is the largest vocabulary of a task. Numbers beyond it belong to no task (they are defaults of a
+    configuration with a smaller vocabulary), and stay.
     """
     config = _config_of(base)
     own = {} if config is None else _token_ids(config)
@@ -514,11 +517,11 @@ def resize_vocabulary(model: PreTrainedModel, size: int, widest: int, base: Sour
     set_vocabulary(model, size, {})
     for module in model.modules():
         if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= len(module.weight):
-            module.padding_idx = None  # of gradients only
+            module.padding_idx = None  # affects gradients only
 
 
 def set_vocabulary(model: PreTrainedModel, size: int, token_ids: Mapping[str, Any]) -> None:
-    """Give a model the number of tokens and the special tokens of a task; loss functions read them from here."""
+    """Set the vocabulary size and the special tokens of a task on a model, where loss functions read them."""
     old, new = model.config, deepcopy(model.config)
     new.get_text_config().vocab_size = size
     _set_token_ids(new, token_ids)
@@ -536,8 +539,10 @@ def set_vocabulary(model: PreTrainedModel, size: int, token_ids: Mapping[str, An
 
 
 def own_token_ids(model: PreTrainedModel, source: Source, size: int) -> dict[str, Any]:
-    """Special tokens that a checkpoint's configuration gives other numbers than the model's, as far as they are among
-    its `size` tokens."""
+    """Return the special tokens whose numbers differ between a checkpoint's configuration and the model's.
+
+    Numbers outside of the checkpoint's `size` tokens are left out.
+    """
     config, found = _config_of(source), {}
     known = _token_ids(model.config)
     for key, value in ({} if config is None else _token_ids(config)).items():
@@ -548,8 +553,10 @@ def own_token_ids(model: PreTrainedModel, source: Source, size: int) -> dict[str
 
 
 def check_configuration(model: PreTrainedModel, source: Source) -> None:
-    """Refuse a checkpoint whose model computes otherwise than this one (other angles of rotation, another activation):
-    experts share one configuration. Other special tokens are only warned of."""
+    """Refuse a checkpoint whose configuration computes something else (other rotary angles, another activation).
+
+    Experts share one configuration. Different special tokens cause a warning only.
+    """
     config = _config_of(source)
     if config is None or type(config) is not type(model.config):
         return
@@ -565,7 +572,7 @@ def check_configuration(model: PreTrainedModel, source: Source) -> None:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested mapping by path, without what is of single tokens or labels."""
+    """Flatten a nested mapping to values by path, without `LABEL_MAPS`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in LABEL_MAPS:
@@ -576,7 +583,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _config_of(source: Source) -> PreTrainedConfig | None:
-    if isinstance(source, AdapterSource) and not source.own_base:  # beside which lie labels, at most
+    if isinstance(source, AdapterSource) and not source.own_base:  # a config beside an adapter holds labels at most
         return None
     if source.folder is not None and (source.folder / CONFIG).is_file():
         return load_config(source)
@@ -584,7 +591,7 @@ def _config_of(source: Source) -> PreTrainedConfig | None:
 
 
 def _token_ids(config: Any) -> dict[str, Any]:
-    """The special tokens that a configuration gives a number, or several."""
+    """Return the special tokens of a configuration that have one or several numbers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = {key: value for key, value in text.to_dict().items() if key.endswith("_token_id")}
     return {key: v for key, v in found.items() if v not in (None, []) and all(type(i) is int for i in _as_list(v))}
@@ -601,32 +608,34 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def is_dual_encoder(model: PreTrainedModel) -> bool:
-    """Whether images (or sounds, or videos) and texts are encoded apart, so that their rows need not correspond: such a
-    model gives the similarity of each with each."""
+    """Return whether a model encodes texts separately from images (or audio, or video) and returns all similarities.
+
+    The rows of the two sides need not correspond.
+    """
     has_text_tower = hasattr(model, "text_model") or hasattr(model, "get_text_features")
     return has_text_tower and any(SIMILARITY.match(field) for field in _output_fields(type(model)))
 
 
 @cache
 def _output_fields(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    """Names of the fields of what `forward` says it returns."""
+    """Return the field names of the output class that `forward` is annotated with."""
     forward = inspect.unwrap(model_class.forward)
     try:
         returned = get_type_hints(forward).get("return")
-    except NameError:  # a hint of something that is imported for type checkers only
+    except NameError:  # the annotation names something that is imported for type checkers only
         return frozenset()
     classes = [cls for cls in (returned, *get_args(returned)) if dataclasses.is_dataclass(cls)]
     return frozenset(field.name for cls in classes for field in dataclasses.fields(cls))
 
 
 def is_text_parameter(name: str) -> bool:
-    """Whether a parameter of a dual encoder belongs to its text side."""
+    """Return whether a parameter of a dual encoder belongs to its text side."""
     return name.startswith("text_")
 
 
 def feature_root(model: PreTrainedModel) -> nn.Module:
-    """The module where inputs become features: the image side of a dual encoder, the encoder of an encoder-decoder,
-    else the whole model."""
+    """Return the module that computes features: a dual encoder's image side, an encoder-decoder's encoder, or the
+    whole model."""
     if is_dual_encoder(model):
         towers = [module for name, module in model.named_children() if not is_text_parameter(name)]
         return max(towers, key=lambda module: sum(parameter.numel() for parameter in module.parameters()))
@@ -634,7 +643,7 @@ def feature_root(model: PreTrainedModel) -> nn.Module:
 
 
 def feature_call(model: PreTrainedModel) -> tuple[str, str]:
-    """The part of the model that turns inputs into features, and its method that does."""
+    """Return the path of the submodule that computes features, and the name of the method to call."""
     encoder = next((name for name in ENCODERS if hasattr(model, name)), None)
     if is_dual_encoder(model) and encoder is not None:
         return "", encoder
@@ -645,14 +654,14 @@ def feature_call(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _takes_all_inputs(encoder: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether an encoder takes what its model takes: texts, images, sounds, whatever there is."""
+    """Return whether an encoder accepts all content inputs of its model: texts, images, audio."""
     accepted = inspect.signature(encoder.forward).parameters
     taken = inspect.signature(model.forward).parameters
     return all(name in accepted for name in (*main_inputs(model), *INPUTS) if name in taken)
 
 
 def main_inputs(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the model calls its main inputs, some of several: of a dual encoder, those that are not text."""
+    """Return the names of the model's main inputs; for a dual encoder, the one that is not text."""
     if is_dual_encoder(model):
         path, method = feature_call(model)
         return tuple(inspect.signature(getattr(model.get_submodule(path), method)).parameters)[:1]
@@ -661,7 +670,7 @@ def main_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of inputs that say how many rows a batch has, first match wins."""
-    # A text may have several images, or none, unless the texts are apart.
+    """Return the names of inputs that determine the number of rows of a batch; the first one present counts."""
+    # Texts first, because a text may have several images or none; a dual encoder's texts are no rows.
     texts = () if is_dual_encoder(model) else ("input_ids", "inputs_embeds")
     return (*texts, *main_inputs(model), *INPUTS, "inputs")

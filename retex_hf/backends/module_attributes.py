@@ -1,4 +1,4 @@
-"""Describe what a module computes with beyond its tensors: the plain values among its attributes, and its hooks."""
+"""Describe what a module's output depends on besides its tensors: its attributes with plain values, and its hooks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Libraries whose attributes are known to be settings; in other packages they may be names or counters.
+# Libraries whose attributes are settings; in other packages they may be names or counters.
 LIBRARIES = ("torch", "timm", "open_clip", "diffusers")
-# What every module has is bookkeeping of torch.
+# Attributes of every module are torch's own bookkeeping.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 NOT_COMPUTED = re.compile(
     r"distilled_training|momentum|inplace|sparse|scale_grad_by_freq"  # read in training only
@@ -29,10 +29,10 @@ NOT_COMPUTED = re.compile(
     r"|_(is_)?(fsdp|ddp)_.*|_flat_weight.*|_all_weights|processor_class"
     r"|global_step|current_step|step|_?step_count|(current_|last_|global_)?epoch|num_updates|num_batches_tracked"
 )
-# Attention processors of diffusers that compute the same, each with another kernel.
+# Affixes of diffusers' attention processors that compute the same with different kernels.
 KERNELS = re.compile(r"^(XFormers|Sliced|Fused|XLAFlash|XLAFlux)|2_0$|NPU$")
 HOOKS = {"forward hooks": "_forward_hooks", "forward pre-hooks": "_forward_pre_hooks"}
-# Where diffusers keeps the configuration that its `forward` methods read.
+# Attribute in which diffusers keeps the configuration that its `forward` methods read.
 DIFFUSERS_CONFIG = "_internal_dict"
 DEPTH = 6
 
@@ -42,13 +42,13 @@ class _Missing:
         return "missing"
 
 
-# Values of attributes that are not there, and of those that say nothing plain (modules, tensors, other objects).
+# Stand for attributes that are missing, and for those without a plain value (modules, tensors, other objects).
 MISSING, OPAQUE = _Missing(), object()
 
 
 @dataclass(frozen=True)
 class Named:
-    """A callable by its name; `content` tells apart those of one name (lambdas, partials)."""
+    """Identify a callable by its name; `content` distinguishes callables of the same name (lambdas, partials)."""
 
     name: str
     content: Any = field(default=None, repr=False)
@@ -62,7 +62,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     found = dict(vars(module))
     config = found.pop(DIFFUSERS_CONFIG, None)
     forward = found.get("forward")
-    # A `forward` that accelerate or we ourselves wrapped calls the one of the class.
+    # accelerate and this package replace `forward` by wrappers that call the one of the class.
     if "_hf_hook" in found or type(forward).__module__.startswith("retex_hf."):
         found.pop("forward", None)
     kept = {name: value for name, value in found.items() if not _is_unused(module, name, value)}
@@ -80,13 +80,13 @@ def attribute_differences(one: nn.Module, other: nn.Module) -> Iterator[tuple[st
     ours, theirs = attributes(one), attributes(other)
     for name in {**ours, **theirs}:
         values = [_value_of(module, found, name) for module, found in ((one, ours), (other, theirs))]
-        # What is plain in one of them only is a cache, or a module or tensor that is compared as such.
+        # A value that is plain in one module only is a cache, or a module or tensor, which is compared elsewhere.
         if OPAQUE not in values and not _equal(*values) and not _is_elsewhere(one, other, name):
             yield name, *values
 
 
 def hook_difference(one: nn.Module, other: nn.Module) -> str | None:
-    """Say which hooks two modules do not have in common; None where they have the same."""
+    """Describe the first kind of hooks in which two modules differ; return None if they have the same hooks."""
     for kind, attribute in HOOKS.items():
         ours, theirs = (_hooks(module, attribute) for module in (one, other))
         if ours != theirs:
@@ -95,9 +95,12 @@ def hook_difference(one: nn.Module, other: nn.Module) -> str | None:
 
 
 def is_setting(module: nn.Module, name: str, values: list[Any]) -> bool:
-    """Whether an attribute is a setting of a library's class. What its code does not mention was set from outside, as
-    a note; what only one of two modules has comes with a release or with a run."""
-    if name == "forward":  # replaced, which is what hooks do too
+    """Return whether an attribute is a setting of a library's class.
+
+    An attribute that the class never mentions was set from outside, as a note. One that only one of two modules has
+    was added by another release of the library, or by running the model.
+    """
+    if name == "forward":  # a replaced `forward` changes the output, as a hook does
         return True
     if type(module).__module__.partition(".")[0] not in LIBRARIES or MISSING in values:
         return False
@@ -105,7 +108,7 @@ def is_setting(module: nn.Module, name: str, values: list[Any]) -> bool:
 
 
 def described(value: Any, depth: int = 0) -> Any:
-    """Return a plain value in a form to compare and to show; `OPAQUE` for any other."""
+    """Convert a plain value to a form that can be compared and printed; return `OPAQUE` for any other value."""
     if isinstance(value, (nn.Module, Tensor)) or depth > DEPTH:
         return OPAQUE
     if isinstance(value, enum.Enum):
@@ -129,7 +132,7 @@ def _described_callable(value: Any, depth: int) -> Any:
         return Named(f"partial({', '.join(shown)})", parts)
     if isinstance(value, MethodType):
         value = value.__func__
-    if not hasattr(value, "__qualname__"):  # an object that can be called
+    if not hasattr(value, "__qualname__"):  # a callable object
         kind = type(value)
         name = KERNELS.sub("", kind.__qualname__) if kind.__module__.startswith("diffusers.") else kind.__qualname__
         return Named(f"{kind.__module__}.{name}")
@@ -138,7 +141,7 @@ def _described_callable(value: Any, depth: int) -> Any:
 
 
 def _content(function: Any, depth: int) -> Any:
-    """What a function written in Python does: its code and the values that it was made with."""
+    """Return the code of a Python function with its defaults and closure; None for any other callable."""
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
         return None
@@ -146,9 +149,9 @@ def _content(function: Any, depth: int) -> Any:
     for cell in function.__closure__ or ():
         try:
             values.append(cell.cell_contents)
-        except ValueError:  # it is still empty
+        except ValueError:  # the cell is still empty
             continue
-    # Of what changes while a hook runs (a list that it fills), nothing is compared.
+    # Leave out containers, which change while a hook runs (a list that it fills).
     fixed = [value for value in values if not isinstance(value, (list, Mapping))]
     return _code_content(code), [described(value, depth + 1) for value in fixed]
 
@@ -159,10 +162,10 @@ def _code_content(code: CodeType) -> tuple[Any, ...]:
 
 
 def _is_unused(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether no output in evaluation depends on an attribute."""
+    """Return whether no output in evaluation depends on an attribute."""
     if name in OF_EVERY_MODULE or NOT_COMPUTED.fullmatch(name):
         return True
-    if name == "padding_idx":  # only bags leave the padding out of what they sum
+    if name == "padding_idx":  # only `EmbeddingBag` excludes padding from its output
         return not isinstance(module, nn.EmbeddingBag)
     return "drop" in name.lower() and _are_numbers(value)
 
@@ -174,7 +177,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _value_of(module: nn.Module, found: dict[str, Any], name: str) -> Any:
-    """Return an attribute of a module, or what its class says where the module itself says nothing."""
+    """Return an attribute of a module, or the default of its class."""
     if name in found:
         return found[name]
     default = getattr(type(module), name, MISSING)
@@ -182,7 +185,7 @@ def _value_of(module: nn.Module, found: dict[str, Any], name: str) -> Any:
 
 
 def _is_elsewhere(one: nn.Module, other: nn.Module, name: str) -> bool:
-    """Whether a name is a module or a tensor in one of two modules, which are compared by themselves."""
+    """Return whether a name is a submodule or a tensor in one of two modules: these are compared elsewhere."""
     return any(name in places for m in (one, other) for places in (m._modules, m._parameters, m._buffers))
 
 
@@ -191,7 +194,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _hooks(module: nn.Module, attribute: str) -> list[Any]:
-    """The functions that run before or after a module, in their order, and how they are called."""
+    """Return a module's hooks of one kind, in order, each with whether it gets keyword arguments."""
     with_kwargs = getattr(module, f"{attribute}_with_kwargs", {})
     return [(described(hook), key in with_kwargs) for key, hook in getattr(module, attribute).items()]
 
@@ -202,7 +205,7 @@ def _listed(hooks: list[Any]) -> str:
 
 @cache
 def _names_in(kind: type) -> frozenset[str]:
-    """The names that the code of a class mentions, and that it defines."""
+    """Return the names that a class defines or that its code mentions."""
     names: set[str] = set()
     for cls in kind.__mro__:
         if cls in (nn.Module, object):

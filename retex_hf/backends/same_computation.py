@@ -1,5 +1,7 @@
-"""Compare how two models compute, module by module: the numbers in which experts differ are in their tensors, and
-activations, epsilons and the like are not."""
+"""Compare how two models compute, module by module.
+
+Experts may differ in their tensors only: activations, epsilons and other settings are shared, so they must be equal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from .module_attributes import attribute_differences, hook_difference, is_settin
 
 logger = logging.getLogger(__name__)
 
-# What `extra_repr` says that no output in evaluation depends on.
+# Settings in `extra_repr` that no output in evaluation depends on.
 OF_TRAINING = re.compile(r"(?:^|, )(?:momentum|inplace|padding_idx|sparse|dropout|scale_grad_by_freq)=[^,]*")
 EPSILONS = ("eps", "epsilon", "variance_epsilon")
 
@@ -28,16 +30,17 @@ EPSILONS = ("eps", "epsilon", "variance_epsilon")
 def check_alike(
     model: nn.Module, source: Source, make: Callable[[Path, Source], nn.Module] | None = None, *, is_base: bool = False
 ) -> None:
-    """Refuse a checkpoint whose model computes otherwise than `model`, as far as modules show it, and warn of
-    attributes of a user's own classes that differ.
+    """Refuse a checkpoint whose modules compute something else than those of `model`.
+
+    Attributes of a user's own classes that differ cause a warning only.
 
     Args:
         model: The model that all experts run in.
         source: The checkpoint.
-        make: Makes the model that a folder describes.
+        make: Creates the model that a folder describes.
         is_base: The checkpoint is the base, whose heads may be other modules than the experts'.
     """
-    # Beside an adapter's files lies no model.
+    # An adapter's folder contains no model to compare.
     complete = not isinstance(source, AdapterSource) or source.own_base
     other = source.model if complete else None
     if other is None and make is not None and source.folder is not None and complete:
@@ -59,8 +62,10 @@ def check_alike(
 
 
 def structure_difference(one: nn.Module, other: nn.Module, *, heads: bool = True) -> str | None:
-    """Say which module of `one` is of another class or of other settings than in `other`; None where none is. Without
-    `heads`, modules with tensors may be of other classes."""
+    """Describe the first module whose class or settings differ between `one` and `other`; return None if all agree.
+
+    Without `heads`, modules with tensors may have different classes.
+    """
     ours, theirs = dict(_computing(one)), dict(_computing(other))
     for name in (name for name in ours if name in theirs):
         kinds = [class_name(model[name]).removesuffix("Fp32") for model in (ours, theirs)]
@@ -69,7 +74,7 @@ def structure_difference(one: nn.Module, other: nn.Module, *, heads: bool = True
                 return f"module {name!r} is a {kinds[0]}, not a {kinds[1]}"
             continue
         if _shapes(ours[name]) != _shapes(theirs[name]):
-            continue  # a head or a vocabulary of another size, of which its settings speak too
+            continue  # a head or a vocabulary of another size, which shows in its settings too
         settings = [_settings(model[name]) for model in (ours, theirs)]
         if settings[0] != settings[1]:
             return f"module {name!r} is a {type(ours[name]).__name__}({settings[0]}), not ({settings[1]})"
@@ -84,7 +89,7 @@ def structure_difference(one: nn.Module, other: nn.Module, *, heads: bool = True
 
 
 def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The modules that two models have under one name, the models themselves among them."""
+    """Yield pairs of modules with the same name and class in two models, including the models themselves."""
     theirs = dict(other.named_modules(remove_duplicate=False))
     for name, module in one.named_modules():
         if name in theirs and class_name(module) == class_name(theirs[name]):
@@ -92,7 +97,7 @@ def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, nn.Module, n
 
 
 def _attribute_differences(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Say which attributes differ, each with whether it is a setting for certain."""
+    """Yield a description of each attribute that differs, and whether it is certainly a setting."""
     for name, ours, theirs in _pairs(one, other):
         if _is_inert(ours) or _shapes(ours) != _shapes(theirs):
             continue
@@ -115,8 +120,10 @@ def _place(name: str, module: nn.Module) -> str:
 
 
 def _lone_module(one: nn.Module, other: nn.Module) -> tuple[str, str, str] | None:
-    """Return name and class of a module of `one` without tensors (an activation) that is in `other` no module, or one
-    that does nothing, and what is there. Modules with tensors show in the names of these."""
+    """Find a module of `one` without tensors (an activation) that is missing in `other` or does nothing there.
+
+    Return its name, its class, and what `other` has instead. Modules with tensors are compared by the tensors' names.
+    """
     theirs = dict(other.named_modules(remove_duplicate=False))
     for name, module in _computing(one):
         parent, _, last = name.rpartition(".")
@@ -128,7 +135,7 @@ def _lone_module(one: nn.Module, other: nn.Module) -> tuple[str, str, str] | Non
         found = theirs.get(name, vars(above).get(last))
         if isinstance(found, nn.Module) and not _is_inert(found):
             continue
-        if getattr(found, "__name__", "").lower() != type(module).__name__.lower():  # not F.gelu for nn.GELU
+        if getattr(found, "__name__", "").lower() != type(module).__name__.lower():  # F.gelu is as good as nn.GELU
             there = f"a {class_name(found)}" if isinstance(found, nn.Module) else brief(found)
             return name, f"a {class_name(module)}", "missing" if found is None else there
     return None
@@ -143,20 +150,20 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the full name of a module's class. Classes of one name are one, though a notebook made them twice."""
+    """Return the full name of a module's class; names, because a notebook may define the same class twice."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _computing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model by name, without those that do nothing in evaluation."""
+    """Yield the submodules of a model by name, without those that do nothing in evaluation."""
     for name, module in model.named_modules():
         if name and not _is_inert(module):
             yield name, module
 
 
 def _is_inert(module: nn.Module) -> bool:
-    """Whether outputs in evaluation do not depend on a module: dropout, losses and metrics."""
+    """Return whether no output in evaluation depends on a module: dropout, losses, metrics, identities."""
     kind = type(module)
     inert = isinstance(module, (_DropoutNd, _Loss, nn.Identity)) or "drop" in kind.__name__.lower()
     return inert or kind.__module__.startswith(("timm.loss.", "torchmetrics."))
@@ -171,7 +178,10 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _settings(module: nn.Module) -> str:
-    """What a module says of itself, and its epsilon. Classes outside of torch may say what their tensors hold."""
+    """Return a module's `extra_repr` and its epsilon.
+
+    Skip the `extra_repr` of classes outside of torch that have tensors: it may show values of these.
+    """
     said = ""
     if type(module).__module__.startswith("torch.") or not _own_tensors(module):
         said = OF_TRAINING.sub("", module.extra_repr()).removeprefix(", ")
@@ -180,7 +190,10 @@ def _settings(module: nn.Module) -> str:
 
 
 def _buffer_difference(one: nn.Module, other: nn.Module) -> str | None:
-    """Say which buffer that no checkpoint has differs. Of other shapes are caches, which grow with what they see."""
+    """Describe the first non-persistent buffer that differs, or return None.
+
+    Buffers of different shapes are skipped: they are caches, which grow with the inputs.
+    """
     kept, theirs = one.state_dict().keys(), dict(other.named_buffers())
     for name, buffer in one.named_buffers():
         match = theirs.get(name)
@@ -192,7 +205,7 @@ def _buffer_difference(one: nn.Module, other: nn.Module) -> str | None:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, up to the rounding of the coarser of their dtypes."""
+    """Return whether two tensors are equal up to the rounding of the coarser of their dtypes."""
     if not (one.is_floating_point() and other.is_floating_point()):
         return torch.equal(one, other)
     coarse = max(torch.finfo(tensor.dtype).eps for tensor in (one, other))

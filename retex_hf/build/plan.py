@@ -274,10 +274,10 @@ def _copied(source: Source, on_meta: bool) -> nn.Module:
 
 
 def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
-    """The options to load with what was built from modules of somebody's own class: copies of one are loaded into."""
+    """Return load options for a model built from modules of a user's own class: how to make a copy to load into."""
     given = (spec for spec in (*experts.values(), base) if isinstance(spec, nn.Module))
     modules = (extract_model_from_parallel(spec, keep_torch_compile=False) for spec in given)
-    # A PeftModel is a wrapper around the class, and what is built has no such.
+    # A PeftModel wraps the class; the model that is built has no wrapper.
     module = next((module for module in modules if not isinstance(module, PeftModel)), None)
     if module is None or library_of(module) is not plain_modules:
         return {}

@@ -212,8 +212,10 @@ def _is_alpha(value: Any) -> bool:
 
 
 def align_source(library: ModuleType, model: nn.Module, source: Source, base: Entries) -> tuple[Entries, list[str]]:
-    """An expert's tensors under a model's names, and its names that the model does not have. As `library.align`, but an
-    adapter without a base of its own is laid over the `base`, which is aligned already."""
+    """Return an expert's tensors under a model's names, and its names that the model does not have.
+
+    Works like `library.align`, but applies an adapter without its own base to `base`, whose names are aligned already.
+    """
     if not isinstance(source, AdapterSource):
         return library.align(model, source)
     if source.own_base:

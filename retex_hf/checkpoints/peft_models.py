@@ -1,8 +1,7 @@
-"""Experts given as a `PeftModel` in memory: what the object itself computes, on its own base's weights.
+"""Read experts from a `PeftModel` in memory, with its adapter merged into its own base's weights.
 
-Only adapted modules are computed: each is copied when one of its tensors is asked for, merged by peft in float32, and
-dropped. Scales, merged adapters and changes that an initialisation made to the base are the object's own, since no
-configuration is consulted for them.
+An adapted module is copied when one of its tensors is read, merged by peft in float32, and dropped. Scales, merged
+adapters and changes that an initialisation made to the base are taken from the object, not from its configuration.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class PeftModelSource(AdapterSource):
     own_base = True
 
     def __post_init__(self) -> None:
-        # Which modules are adapted, and how, is the object's own state: patterns of the configuration are not needed.
+        # The object itself shows which modules are adapted, so the patterns of the configuration are not parsed.
         self.kind = self.settings["peft_type"]
         self._plain = self.model.state_dict()
 
@@ -54,7 +53,7 @@ class PeftModelSource(AdapterSource):
         try:
             with aside(), torch.no_grad():
                 merged = _merged(self.wrappers[place], self.infos[name].dtype)
-        except Exception as error:  # whatever peft raises of layers that it does not merge
+        except Exception as error:  # peft raises various errors for layers that it cannot merge
             raise CheckpointError(
                 f"{self.label} is a PeftModel whose adapter does not merge into {place!r}: "
                 f"{first_line(error).rstrip('.')}."
@@ -66,7 +65,7 @@ class PeftModelSource(AdapterSource):
 
 
 def open_peft_model(model: PeftModel, label: str) -> PeftModelSource:
-    """Open a `PeftModel` as what it computes; refuse one that computes several adapters, or none."""
+    """Open a `PeftModel` as a source of merged tensors; refuse one with several active adapters, or none."""
     active = model.active_adapters
     if len(active) != 1:
         raise CheckpointError(
@@ -104,9 +103,9 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that peft put into a model, under all of their names."""
+    """Yield the outermost wrappers that peft put into a model, under all of their names."""
     if isinstance(module, WRAPPERS):
-        # Walking its parts makes peft's attention layers register the weights that their forward pass unregistered.
+        # Iterating makes peft's attention layers register the weights that their forward pass has unregistered.
         dict(module.named_modules())
         yield name, module
         return
@@ -116,7 +115,7 @@ def _wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def _check_state(label: str, name: str, wrapper: nn.Module) -> None:
-    """Refuse a module that peft does not run with exactly one adapter, or whose tensors have no plain numbers."""
+    """Refuse a module that peft does not run with exactly one adapter, or whose tensors are quantised or offloaded."""
     for key, tensor in (*wrapper.named_parameters(), *wrapper.named_buffers()):
         check_plain(f"{label}: tensor '{name}.{key}'", tensor)
     layers = [module for module in wrapper.modules() if isinstance(module, WRAPPERS)]
@@ -141,14 +140,14 @@ def _check_state(label: str, name: str, wrapper: nn.Module) -> None:
 
 
 def _is_merged(wrapper: nn.Module) -> bool:
-    """Tell whether peft runs a module's own weights alone: replaced ones, or ones with an adapter merged already."""
+    """Return whether peft runs a module's own weights only: replaced ones, or ones with an adapter already merged."""
     return all(layer.merged for layer in wrapper.modules() if isinstance(layer, BaseTunerLayer))
 
 
 def _describe(
     label: str, plain: nn.Module, wrappers: dict[str, nn.Module]
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return what is known of a model's tensors, and which wrapper must be merged for which of them."""
+    """Return shapes and dtypes of a model's tensors, and the wrapper to merge for each adapted one."""
     computed = {name: wrapper for name, wrapper in wrappers.items() if not _is_merged(wrapper)}
     quantised = getattr(getattr(plain, "config", None), "quantization_config", None) is not None
     infos, adapted = {}, {}
@@ -158,7 +157,7 @@ def _describe(
         dtype = tensor.dtype
         if place is not None:
             quantised |= name.endswith("weight") and not dtype.is_floating_point
-            # Not rounded to the base's dtype, since peft does not round what it adds to the output either.
+            # Do not round to the base's dtype: peft does not round what it adds to the output either.
             dtype, adapted[name] = _wide_dtype(computed[place]) if dtype.is_floating_point else dtype, place
         infos[name] = TensorInfo(tuple(tensor.shape), dtype)
     if quantised:
@@ -182,7 +181,7 @@ def _wide_dtype(wrapper: nn.Module) -> torch.dtype:
 
 
 def _without_wrappers(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """Return a model as it was before peft wrapped its modules; it shares all tensors, and is not to be changed."""
+    """Return the model without peft's wrappers. It shares all tensors with the original: do not modify it."""
     if id(module) in known:
         return known[id(module)]
     if isinstance(module, ModulesToSaveWrapper):
@@ -206,7 +205,7 @@ def _without_wrappers(module: nn.Module, known: dict[int, nn.Module]) -> nn.Modu
 
 def _merged(wrapper: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of an adapted module with its active adapter merged, without peft's wrapper."""
-    # Arguments that layers were made with are left out: those of tied embeddings hold views, which deepcopy refuses.
+    # Leave out the layers' constructor arguments: for tied embeddings they hold views, which deepcopy refuses.
     memo: dict[int, Any] = {id(layer.kwargs): {} for layer in wrapper.modules() if hasattr(layer, "kwargs")}
     for tensor in (*wrapper.parameters(), *wrapper.buffers()):
         own = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -222,7 +221,7 @@ def _merged(wrapper: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _drop_empty_biases(layer: LoraLayer) -> None:
-    """Make a layer merge whose adapter has a bias of zeros that its base lacks, which peft refuses."""
+    """Drop adapter biases of zeros where the base has no bias: peft would refuse to merge the layer."""
     if getattr(layer.get_base_layer(), "bias", None) is None:
         for adapter, has_bias in layer.lora_bias.items():
             if has_bias and not layer.lora_B[adapter].bias.any():

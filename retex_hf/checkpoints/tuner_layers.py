@@ -97,8 +97,11 @@ def slice_projections(kind: str, projections: Mapping[str, Tensor], rows: int, c
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Within this context, peft's layers leave no trace: chance is as it was before, options that do not fit are not
-    warned of (the tensors are compared with them), and BOFT does not have a compiler make an extension for GPUs."""
+    """Within this context, use peft's layers without side effects.
+
+    Restore the random state, silence peft's warnings of unsuitable options (the tensors are checked against the options
+    elsewhere), and keep BOFT from compiling its CUDA extension.
+    """
     extension = boft_layer._FBD_CUDA
     boft_layer._FBD_CUDA = False
     try:

@@ -1,4 +1,4 @@
-"""Put the outputs of the parts of a batch together again, field by field."""
+"""Join the outputs of the parts of a batch, field by field."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..utils.records import is_record, rebuilt, record_fields
 
 logger = logging.getLogger(__name__)
 
-# Arguments that carry the state of one generation, or answer one call: they cannot serve several groups.
+# Arguments that hold the state of one generation or of one call: several groups cannot share them.
 INSEPARABLE = (
     "past_key_values", "cache_params", "streamer", "prefix_allowed_tokens_fn", "assistant_model", "return_loss",
     "synced_gpus",
 )  # fmt: skip
-# Settings of `generate` that have candidates of one row checked, as `assistant_model` does.
+# Settings of `generate` for assisted decoding, which works on one row only, as `assistant_model` does.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# Arguments of `generate` that are called with the rows of one group, under numbers of their own.
+# Arguments of `generate` that are called with the rows of one group, numbered within that group.
 CALLED_WITH_ROWS = ("logits_processor", "stopping_criteria")
-# Those of transformers' own that hold something of each row.
+# Classes of transformers among them that hold state per row.
 OF_ROWS = frozenset(
     {"PrefixConstrainedLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
      "EncoderNoRepeatNGramLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
 )  # fmt: skip
-# What models give unasked, beside what they are for.
+# Secondary outputs that models return without being asked: they may be dropped.
 BY_PRODUCTS = frozenset({"image_hidden_states", "video_hidden_states", "audio_hidden_states", "loss"})
 CACHE_FIELDS = frozenset({"past_key_values", "cache_params", "mems", "past_buckets_states", "rope_deltas"})
 
@@ -42,11 +42,11 @@ def check_separable(kwargs: Mapping[str, Any], groups: int, option: Callable[[st
 
     Args:
         kwargs: The arguments of the call.
-        groups: How many experts it needs.
+        groups: Number of experts that the call needs.
         option: Looks up a setting that the call leaves to a configuration; given for `generate`.
     """
     given = {name: kwargs.get(name) for name in INSEPARABLE}
-    if option is not None:  # None in a call switches off what a configuration says
+    if option is not None:  # an explicit None in the call overrides the configuration
         given |= {name: kwargs[name] if name in kwargs else option(name) for name in ASSISTED}
     for name, value in given.items():
         if value is not None and value is not False:
@@ -64,20 +64,20 @@ def check_separable(kwargs: Mapping[str, Any], groups: int, option: Callable[[st
 
 
 class CannotJoin(InputError):
-    """A field of the outputs of several experts cannot be put together."""
+    """Raised when a field of the outputs of several experts cannot be joined."""
 
 
 @dataclass
 class Joiner:
-    """Puts the outputs of groups back in row order.
+    """Put the outputs of groups back in row order.
 
-    Every field that follows the rows (one or several entries per row) is scattered to its rows; shorter ones are padded
-    on the right. A field that does not follow the rows is kept where all groups agree, and otherwise gets a leading row
-    axis. Losses are averaged by `loss_weights`. Caches belong to one expert and are dropped.
+    Every field with a row axis (one or several entries per row) is scattered to its rows; shorter ones are padded on
+    the right. A field without a row axis is kept where all groups agree, and otherwise gets a leading row axis. Losses
+    are averaged by `loss_weights`. Caches belong to one expert and are dropped.
 
-    Where the rows are in a field is what `proof` found, with the `reading` of the inputs. Without one (of `generate`,
-    whose outputs are known), the first axis has them. `unnamed_heads`: experts have heads of their own, and nothing
-    says which output is that of the head.
+    `proof` and the `reading` of the inputs give the row axis of a field. Without a proof (for `generate`, whose outputs
+    are known) it is the first axis. `unnamed_heads`: experts have heads of their own, and no name tells which output
+    comes from the head.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class Joiner:
         if self.proof is not None and path in self.proof.lists:
             return self._join_lists([output or () for output in outputs], self.proof.lists[path], type(first), name)
         if isinstance(first, Tensor) and isinstance(self._known(path), AlongItems):
-            nothing = first.new_zeros((0, *first.shape[1:]))  # of groups without images
+            nothing = first.new_zeros((0, *first.shape[1:]))  # stands for groups without images
             return self._join_tensors([nothing if output is None else output for output in outputs], name, path)
         if isinstance(first, Tensor):
             return self._join_tensors(self._complete(outputs, name), name, path)
@@ -127,7 +127,7 @@ class Joiner:
         if self.proof is not None and path in self.proof.refused:
             raise self._unproven(path)
         if isinstance(first, np.ndarray):
-            # Nothing has proven where its rows are; arrays that are equal may be so by chance.
+            # The proof covers tensors only, and arrays may be equal by chance.
             what = f"The output {path!r}" if path else "The output"
             raise CannotJoin(
                 f"{what} is a numpy array, and those of several experts cannot be put together: return a tensor, or "
@@ -138,7 +138,7 @@ class Joiner:
         raise CannotJoin(f"The outputs {name!r} of several experts cannot be combined: call once per task with task=.")
 
     def _join_field(self, outputs: list[Any], name: str, path: str) -> Any:
-        """Join a field; a by-product that cannot be joined is left out, which is said."""
+        """Join a field; drop a secondary output that cannot be joined, with a warning."""
         try:
             return self.join(outputs, name, path)
         except CannotJoin as error:
@@ -148,7 +148,7 @@ class Joiner:
             return None
 
     def _join_lists(self, lists: list[Any], place: Entries, kind: type, name: str) -> Any:
-        """Put a list of what rows, or their images, have back into order."""
+        """Put lists with one entry per row, or per image of a row, back into order."""
         owner = place.owner(self.reading, self.rows)
         taken = [entries_of(owner, group).tolist() for group in self.groups]
         if [len(entries) for entries in lists] != [len(indices) for indices in taken]:
@@ -160,14 +160,17 @@ class Joiner:
         return kind(entries[index] for index in range(len(owner)))
 
     def _is_list_of_rows(self, outputs: list[Any]) -> bool:
-        """A list with one entry per row (Whisper's segments); lists of tensors or arrays have one per layer or step."""
+        """Return whether outputs are lists with one entry per row (Whisper's segments).
+
+        Lists of tensors or arrays have one entry per layer or step instead.
+        """
         return all(
             isinstance(output, list) and len(output) == len(group) and not isinstance(output[0], (Tensor, np.ndarray))
             for output, group in zip(outputs, self.groups, strict=True)
         )
 
     def _complete(self, tensors: list[Tensor | None], name: str) -> list[Tensor]:
-        """Stand-ins for groups that had finished generating: they emit padding with certainty."""
+        """Replace missing tensors of groups that had finished generating: give padding a probability of 1."""
         known, rows = next((t, len(g)) for t, g in zip(tensors, self.groups, strict=True) if t is not None)
         completed = []
         for tensor, group in zip(tensors, self.groups, strict=True):
@@ -190,7 +193,7 @@ class Joiner:
         if name == "beam_indices":
             tensors = [self._rebase(tensor, group) for tensor, group in zip(tensors, self.groups, strict=True)]
         place = self._place(tensors, path)
-        if isinstance(place, Shared) and tensors[0].ndim > place.ndim:  # in one pass, what tasks share is given per row
+        if isinstance(place, Shared) and tensors[0].ndim > place.ndim:  # one pass adds a row axis to shared values
             place = Along(0, 1)
         if isinstance(place, AlongItems):
             return self._scatter_items(tensors, place, name)
@@ -205,7 +208,7 @@ class Joiner:
     def _join_losses(self, losses: list[Tensor]) -> Tensor:
         if self.sum_losses:
             return torch.stack(losses).sum()
-        # The mean over no labels is NaN; such a group has nothing to say, unless all are like that.
+        # The mean over no labels is NaN: leave such groups out, unless all are like that.
         counted = [(weight, loss) for weight, loss in zip(self.loss_weights, losses, strict=True) if weight]
         if not counted:
             return losses[0]
@@ -215,7 +218,7 @@ class Joiner:
         return None if self.proof is None else self.proof.places.get(path)
 
     def _place(self, tensors: list[Tensor], path: str) -> Place:
-        """Where the rows are in a field."""
+        """Return where the rows are in a field; refuse one whose size contradicts the proof."""
         if self.proof is None:
             per_row = self._entries_per_row(tensors)
             return Along(0, per_row) if per_row else Shared(tensors[0].ndim)
@@ -240,7 +243,7 @@ class Joiner:
         )
 
     def _scatter_items(self, tensors: list[Tensor], place: AlongItems, name: str) -> Tensor:
-        """Put what belongs to the entries of an input back into their order."""
+        """Put what belongs to the entries of an input back into the order of these entries."""
         owner = place.owner(self.reading)
         taken = torch.cat([entries_of(owner, group) for group in self.groups])
         if [len(tensor) for tensor in tensors] != [len(entries_of(owner, group)) for group in self.groups]:
@@ -253,7 +256,7 @@ class Joiner:
         return torch.cat(padded)[torch.argsort(taken).to(padded[0].device)]
 
     def _entries_per_row(self, tensors: list[Tensor]) -> int | None:
-        """How many entries of the leading axis belong to a row, if that is the same whole number in all groups."""
+        """Return the number of entries of the leading axis per row, or None unless it is the same in all groups."""
         counts = {
             len(tensor) // len(group) if tensor.ndim and len(tensor) % len(group) == 0 else None
             for tensor, group in zip(tensors, self.groups, strict=True)
@@ -262,7 +265,7 @@ class Joiner:
 
     def _scatter(self, tensors: list[Tensor], per_row: int, name: str) -> Tensor:
         trailing = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-        # Of heads whose classes nobody has named, a narrower one says nothing of the classes of a wider one.
+        # A narrower head has no scores for the further classes of a wider one: -inf, not 0.
         narrow = self.unnamed_heads and tensors[0].is_floating_point()
         fill = float("-inf") if narrow else self._fill(name)
         joined = tensors[0].new_full((self.rows * per_row, *trailing), fill)
@@ -273,16 +276,16 @@ class Joiner:
         return joined
 
     def _rebase(self, indices: Tensor, group: Tensor) -> Tensor:
-        """Beam indices count the beams of a group; make them count the beams of the batch. -1 marks the end."""
+        """Convert beam indices from beams of a group to beams of the batch. -1 marks the end."""
         rows = group.to(indices.device)[indices.clamp(min=0) // self.num_beams]
         return torch.where(indices < 0, indices, rows * self.num_beams + indices % self.num_beams)
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Whether two values of any class are equal; not so where comparing them gives no answer."""
+    """Return whether two values of any class are equal; False if comparing them gives no truth value."""
     try:
         return bool(value == other)
-    except Exception:  # of tables, say, whose comparison is a table
+    except Exception:  # comparing two tables, for example, gives a table
         return False
 
 

@@ -1,4 +1,4 @@
-"""One call on several experts: split, run each group on its expert, join."""
+"""Run one call on several experts: split the batch, run each group on its expert, join the outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOSS_INPUTS = ("labels", "start_positions", "end_positions")
 
 @dataclass
 class ExpertRunner:
-    """What a routed call needs to know of a `RetexModel`."""
+    """Run routed calls with the parts of a `RetexModel`."""
 
     model: nn.Module
     library: ModuleType
@@ -46,29 +46,29 @@ class ExpertRunner:
     cache: ExpertCache
     execution: str = "auto"
     trunk: list[str] = field(default_factory=list)
-    # Of tokens that the merged model lacks, where vocabularies differ (see `RetexConfig.vocabulary`).
+    # Rows for tokens that the merged model lacks, where vocabularies differ (see `RetexConfig.vocabulary`).
     rows: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     vocabulary: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    # What was found out about kinds of calls, which holds for the architecture, whatever the weights are.
+    # Proofs by kind of call: they depend on the architecture, not on the weights, so they outlive a change of weights.
     proofs: dict[Any, Proof] = field(default_factory=dict)
 
     def num_labels(self, task_id: int) -> int | None:
-        """Width of a task's own classification head."""
+        """Return the width of a task's own classification head, or None without one."""
         labels = self.labels.get(self.tasks[task_id])
         return None if labels is None else len(labels["id2label"])
 
     def _width(self, task_id: int) -> int | None:
-        """Width of a task's logits, where tasks differ in it: classes, or tokens."""
+        """Return the width of a task's logits (classes or tokens), or None where all tasks have the same."""
         labels = self.num_labels(task_id)
         return self.vocabulary.get(self.tasks[task_id], {}).get("size") if labels is None else labels
 
     def expert(self, group: Group, recovered: bool = True) -> nn.Module:
-        """The expert of a group; with `recovered=False` the merged body under the task's head."""
+        """Return the expert of a group; with `recovered=False` the merged body with the task's head."""
         recovered = recovered and group.recovered
         learning = recovered and self._is_learning()
         make = partial(self._make, group, recovered, learning)
-        # Mixtures are endless, and weights that are being learned change at every step; only pure tasks are worth
-        # keeping. Training moves the statistics of an expert's batch normalisation: evaluation has its own.
+        # Cache pure tasks only: mixtures rarely recur, and weights in training change at every step. The key separates
+        # training from evaluation, because training updates the statistics of an expert's batch normalisation.
         key = self._key(group, recovered)
         size = partial(self._own_bytes, group, recovered) if recovered or self._changed_rows(group) else None
         kept = group.weights is None and not (recovered and self._may_learn())
@@ -78,7 +78,7 @@ class ExpertRunner:
         return expert
 
     def _generation_config(self, task: str) -> Any:
-        """The model's settings, with special tokens that a task has of its own."""
+        """Return the model's generation settings, with the task's own special tokens."""
         settings = self.model.generation_config
         own = self.vocabulary.get(task, {}).get("token_ids")
         if own:
@@ -95,7 +95,7 @@ class ExpertRunner:
         return self.model.training and self.recovery.task_embedding.requires_grad
 
     def _is_learning(self) -> bool:
-        """Whether gradients of this call must reach the recovery module."""
+        """Return whether gradients of this call must reach the recovery module."""
         return torch.is_grad_enabled() and self._may_learn()
 
     @torch.inference_mode(False)  # an expert outlives the call it is made in, and may have to carry gradients later
@@ -132,7 +132,7 @@ class ExpertRunner:
             )
 
     def _changed_rows(self, group: Group) -> list[str]:
-        """Tensors of which a task has more rows than the merged model, or fewer."""
+        """Return the tensors of which a task has more or fewer rows than the merged model."""
         task = self.tasks[group.task_id]
         tensors = self.model.state_dict() if task in self.rows else {}
         return [name for name in self.rows.get(task, ()) if len(tensors[name]) != self.vocabulary[task]["size"]]
@@ -156,7 +156,7 @@ class ExpertRunner:
         return added + expert_bytes(tensors, self.recovery)
 
     def _check_tokens(self, kwargs: Mapping[str, Any], groups: list[Group]) -> None:
-        """Refuse tokens that a row's task does not have: torch would end with an index out of range."""
+        """Refuse tokens that a row's task does not have: torch would raise an unclear index error."""
         tokens = tokens_of(kwargs) if self.vocabulary else None
         for group in groups if tokens is not None else ():
             task, own = self.tasks[group.task_id], tokens[group.rows.to(tokens.device)]
@@ -183,8 +183,8 @@ class ExpertRunner:
     ) -> Any:
         """Call `method` on every group's expert and join the outputs.
 
-        `widen` pads classification logits to the widest head: a routed call has one shape whatever its rows are.
-        `record` is what a shared trunk has computed for these rows already.
+        `widen` pads classification logits to the widest head, so that a routed call always has the same output width.
+        `record` holds what a shared trunk has already computed for these rows.
         """
         record = record if record is not None and record.serves(kwargs) else None
         groups = assignment.groups()
@@ -197,7 +197,7 @@ class ExpertRunner:
         one_pass = self._choose(method, kwargs, groups, splitter) if recovered else None
 
         def call(run: Callable[..., Any], rows: Tensor) -> Any:
-            """Call what runs some of the rows; all of them need not be taken apart."""
+            """Call `run` with some of the rows; skip splitting if there is only one group."""
             alone = len(groups) == 1
             taken = kwargs if alone else splitter.take(kwargs, rows)
             return replaying(record, None if alone else rows, lambda: run(method, taken))
@@ -206,7 +206,7 @@ class ExpertRunner:
         rows, outputs = parts or self._run_grouped(groups, recovered, call)
         if widen:
             widths = [self._width(group.task_id) or 0 for group in groups]
-            widths = [max(widths)] if parts else widths  # in one pass all rows have the width of the widest among them
+            widths = [max(widths)] if parts else widths  # one pass pads all rows to the widest head among them
             outputs = [self._widened(output, width) for output, width in zip(outputs, widths, strict=True)]
         output = outputs[0]
         if len(groups) > 1:
@@ -216,7 +216,7 @@ class ExpertRunner:
     def _proven(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], rows: int
     ) -> tuple[Splitter, Proof | None]:
-        """How a batch is taken apart, and where the rows are in its outputs. What one expert can run needs neither."""
+        """Return how to split a batch, and a proof of where the rows are in its outputs (None where none is needed)."""
         whole = self._whole(method, kwargs)
         if len(groups) == 1:
             return Splitter(rows, whole, {}), None
@@ -228,10 +228,10 @@ class ExpertRunner:
                 "together: leave it out, use generate, or call once per task with task=."
             )
         given = readings(self.model, kwargs, rows, whole)
-        # Of texts alone, `generate` needs no proof: its outputs are known, and a text is a row.
+        # With texts only, `generate` needs no proof: its outputs are known, and each text is one row.
         if method == "generate" and len(given) == 1 and ITEM_INPUTS.isdisjoint(kwargs):
             return Splitter(rows, whole, next(iter(given.values()))), None
-        # Where rows differ in what they have, a batch shows nothing of another.
+        # Where rows differ in their number of entries, a proof holds for batches of the same pattern only.
         shape = pattern(kwargs, given)
         parts = None if shape is None else [group.rows for group in groups]
         apart = () if parts is None else tuple(tuple(part.tolist()) for part in parts)
@@ -261,7 +261,7 @@ class ExpertRunner:
         beyond = rows_beyond(self.model, self.library, self.heads, self.rows) if self.vocabulary else {}
         tensors = with_all_rows(self.model.state_dict(), beyond)
         prober = copy_with(self.model, {**_opened_gates(self.model), **tensors}).eval()
-        # The labels of other tasks than the merged model's own mean nothing to its head.
+        # The merged model's head does not fit the labels of other tasks: prove without them.
         if self.rows or any(self.heads.values()):
             kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
         if method == "generate":
@@ -270,7 +270,7 @@ class ExpertRunner:
         @torch.no_grad()
         def call(part: Mapping[str, Any]) -> Any:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # models that draw numbers must draw the same for a row
+                torch.manual_seed(0)  # models with random numbers must draw the same ones for a row
                 return call_method(prober, method, part)
 
         return prove(call, lambda reading, part: Splitter(rows, whole, reading).take(kwargs, part), given, rows, parts)
@@ -278,7 +278,7 @@ class ExpertRunner:
     def _run_mixed(
         self, one_pass: OnePass, groups: list[Group], call: Callable[..., Any]
     ) -> tuple[list[Tensor], list[Any]] | None:
-        """All rows, sorted by group, and their output; None where the model did what its probe did not show."""
+        """Run all rows, sorted by group, in one pass; None where the model does something that its probe did not."""
         rows = torch.cat([group.rows for group in groups])
         try:
             return [rows], [call(one_pass.run, rows)]
@@ -290,7 +290,7 @@ class ExpertRunner:
     def _run_grouped(
         self, groups: list[Group], recovered: bool, call: Callable[..., Any]
     ) -> tuple[list[Tensor], list[Any]]:
-        """The rows of every group, and its expert's output."""
+        """Run every group on its expert; return the rows and the output of each."""
 
         def output(group: Group) -> Any:
             return call(lambda method, part: call_method(self.expert(group, recovered), method, part), group.rows)
@@ -300,9 +300,9 @@ class ExpertRunner:
     def _choose(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter
     ) -> OnePass | None:
-        """How to run the whole batch in one pass, or None to run it group by group."""
+        """Return how to run the whole batch in one pass, or None to run it group by group."""
         chooser = self._chooser()
-        # Rows of different heads have different losses; and in training the batch is what a layer sees of it.
+        # Different heads have different losses, and in training layers like batch normalisation mix the rows.
         refusal = None
         if self.model.training:
             refusal = "the model is in training mode"
@@ -315,7 +315,8 @@ class ExpertRunner:
         if refusal is not None:
             return None
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
-        # Scores of rows that have finished are those of certain padding in groups, and the model's own in one pass.
+        # For finished rows, scores are -inf but for padding group by group, and the model's own in one pass: do not let
+        # the choice of execution decide between the two.
         detailed = method == "generate" and option("return_dict_in_generate")
         if detailed and self.execution == "auto" and chooser.swappable:
             return None
@@ -323,7 +324,7 @@ class ExpertRunner:
         return chooser.choose(method, kwargs, groups, splitter, size)
 
     def costs(self, method: str, kwargs: Mapping[str, Any], assignment: Assignment) -> tuple[float, float]:
-        """What `execution="auto"` expects a call to cost group by group and in one pass, in multiplications."""
+        """Estimate a call's multiplications group by group and in one pass, as `execution="auto"` does."""
         groups, chooser = assignment.groups(), self._chooser()
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         size = size_of_call(method, kwargs, groups, chooser.missing(groups), option, self._encoder())
@@ -344,7 +345,7 @@ class ExpertRunner:
         )
 
     def _encoder(self) -> str | None:
-        """Prefix of the parameters that `generate` runs once, in encoder-decoder models."""
+        """Return the prefix of the parameters that `generate` runs once: the encoder's, in encoder-decoder models."""
         root = self.library.feature_root(self.model)
         if root is self.model:
             return None
@@ -364,7 +365,7 @@ class ExpertRunner:
         return whole | TEXT_INPUTS if self._texts_apart(kwargs) else whole
 
     def _texts_apart(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the texts of a call are class prompts for its images, not rows of their own."""
+        """Return whether the texts of a call are class prompts for its images, not rows of their own."""
         images = self.library.main_inputs(self.model)
         return self.library.is_dual_encoder(self.model) and any(kwargs.get(name) is not None for name in images)
 
@@ -386,7 +387,7 @@ class ExpertRunner:
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
         pad = option("pad_token_id")
         if pad is None:
-            pad = getattr(self.model, "pad_id", None)  # CoCa's
+            pad = getattr(self.model, "pad_id", None)  # the name that CoCa uses
         if pad is None:
             eos = option("eos_token_id")
             pad = eos[0] if isinstance(eos, (list, tuple)) else eos
@@ -404,12 +405,12 @@ class ExpertRunner:
 
 
 def call_method(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call a method of a model; `forward` through the module itself, so that its hooks run."""
+    """Call a method of a model; call the module itself for `forward`, so that its hooks run."""
     return model(**kwargs) if method == "forward" else getattr(model, method)(**kwargs)
 
 
 def _opened_gates(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters that are all zero, as other numbers: what a gate of zero hides, an expert's may let through."""
+    """Return replacements for parameters that are all zero: a gate of zero would hide a path that experts may use."""
     return {
         name: torch.full_like(parameter, 0.1)
         for name, parameter in model.named_parameters()
@@ -418,12 +419,12 @@ def _opened_gates(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kind(kwargs: Mapping[str, Any], rows: int) -> frozenset[Any]:
-    """What two calls must have in common for one to show how the other is taken apart."""
+    """Return a key of the call's arguments; a proof of one call holds for all calls with the same key."""
     return frozenset((name, _form(value, rows)) for name, value in kwargs.items())
 
 
 def _form(value: Any, rows: int) -> Any:
-    """What is known of an argument: of tensors, their axes; of options, all."""
+    """Return what a proof depends on in an argument: the axes of a tensor, the value of an option."""
     if isinstance(value, Tensor):
         return value.ndim, value.ndim > 0 and len(value) == rows
     if isinstance(value, Mapping):
@@ -434,7 +435,7 @@ def _form(value: Any, rows: int) -> Any:
 
 
 def _of_forward(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The arguments of `generate` that are inputs of `forward`, and the token that a decoder begins with."""
+    """Return the arguments of `generate` that `forward` accepts, and the start token of a decoder."""
     accepted = inspect.signature(model.forward).parameters
     given = {name: value for name, value in kwargs.items() if name in accepted}
     if "decoder_input_ids" in accepted:
@@ -445,7 +446,7 @@ def _of_forward(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[
 
 
 def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tuple[dict[str, Any], bool]:
-    """transformers' tuples do not say what is what: ask for named fields, and make the tuple at the end."""
+    """Request named fields instead of a tuple, whose entries have no names; say whether to convert at the end."""
     if method != "forward" or not hasattr(model, "config"):
         return kwargs, False
     wanted = kwargs.get("return_dict")
@@ -454,13 +455,13 @@ def _ask_for_fields(method: str, kwargs: dict[str, Any], model: nn.Module) -> tu
 
 
 def _as_tuple(output: ModelOutput, names: list[str]) -> tuple:
-    """The values in the order of `names`; what could not be joined (a cache) leaves a gap, so that no other moves."""
+    """Return the values in the order of `names`, with None for dropped fields (a cache), so that positions hold."""
     values = iter(output.to_tuple())
     return tuple(next(values) if name in output else None for name in names)
 
 
 def _generation_options(kwargs: Mapping[str, Any], default: Any) -> Callable[[str], Any]:
-    """Look up a generation option where `generate` does: the call, the configuration given, the model's own."""
+    """Return a lookup of generation options in the order of `generate`: the call, its configuration, the model's."""
 
     def option(name: str) -> Any:
         places = (
@@ -474,12 +475,12 @@ def _generation_options(kwargs: Mapping[str, Any], default: Any) -> Callable[[st
 
 
 def _loss_weights(kwargs: Mapping[str, Any], groups: list[Tensor], model: nn.Module) -> list[float]:
-    """How many labels count in each group's mean loss."""
+    """Return how many labels count in each group's mean loss."""
     labels, starts = kwargs.get("labels"), kwargs.get("start_positions")
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next_token(model) else labels) != -100
     elif isinstance(starts, Tensor):
-        # Answers that were cut off lie outside the text and do not count.
+        # Truncated answers have positions outside the text, which the loss ignores.
         text = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         counted = starts < text.shape[1]
     else:
@@ -488,7 +489,9 @@ def _loss_weights(kwargs: Mapping[str, Any], groups: list[Tensor], model: nn.Mod
 
 
 def _predicts_next_token(model: nn.Module) -> bool:
-    """Whether a model's own loss compares each token with the next label. The class name does not tell: GPT-2's does,
-    BartForCausalLM's does not."""
+    """Return whether a model's own loss compares each token with the next label.
+
+    The class name does not tell: the loss of GPT-2 does, that of BartForCausalLM does not.
+    """
     uses_default = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
     return uses_default and getattr(model, "loss_function", None) is ForCausalLMLoss

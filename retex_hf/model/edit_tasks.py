@@ -234,7 +234,7 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
 
 
 def delete_tasks(parts: RetexParts, names: list[str]) -> RetexParts:
-    """The parts of a model without some of its tasks; the names are checked before any is deleted."""
+    """Return the parts of a model without some of its tasks; check all names before deleting any."""
     tasks = parts.config.tasks
     for name in names:
         task_index(name, tasks)
@@ -282,8 +282,10 @@ def _check_request(
 
 
 def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, cache_dir: str | None) -> Source | None:
-    """The base that an adapter is laid over: the caller's, since what an artifact's recipe names is not asked for. A
-    `PeftModel` has its own, whatever the caller names."""
+    """Open the base that an adapter is applied to: the caller's, never the one that an artifact's recipe names.
+
+    Return None for other experts, and for a `PeftModel`, which has its own base.
+    """
     if not isinstance(source, AdapterSource):
         if base is not None:
             raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")

@@ -213,7 +213,7 @@ class RetexModel(RoutedModel):
                 saved.push_to_hub(name, max_shard_size=max_shard_size, **push_options)
 
     def _of_tasks(self, names: Iterable[str]) -> RetexModel:
-        """A model of some of the tasks."""
+        """Return a model with some of the tasks."""
         parts = self.parts()
         kept = list(names) if isinstance(names, Iterable) else []
         if isinstance(names, str) or not kept:
@@ -561,7 +561,7 @@ class RetexModel(RoutedModel):
         return self.add_task(adapter_name, model_id, **options)
 
     def delete_adapter(self, adapter_name: str | list[str]) -> None:
-        """PEFT's name for [`delete_task`]; of several tasks, all are deleted, or none."""
+        """Delete one task or several, as PEFT does: all of them or none. See [`delete_task`]."""
         if not isinstance(adapter_name, Iterable):
             raise TaskError(f"Expected a task or a list of tasks, not {adapter_name!r}; the tasks are {self.tasks}.")
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
@@ -639,7 +639,7 @@ class RetexModel(RoutedModel):
         Args:
             task: Name of the task.
             save_directory: A new folder, or that of an earlier adapter.
-            scope: What the adapter carries. `"all"`: everything that peft supports; the adapter gives the expert's
+            scope: Content of the adapter. `"all"`: everything that peft supports; the adapter gives the expert's
                 outputs, but norms and the like are stored whole, of which peft runs one adapter at a time. `"batch"`:
                 what peft can also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters
                 stay merged. `"linear"`: only the weights of linear layers, at one rank, as inference servers require.
@@ -651,8 +651,10 @@ class RetexModel(RoutedModel):
 
     @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
     def _expert(self, task: str | Mixture) -> nn.Module:
-        """An expert to look at or to copy, without gradients: a cached one, unless it is tied to a shared trunk, or
-        training changes its weights."""
+        """Return an expert to inspect or to copy, without gradients.
+
+        It comes from the cache, unless it is tied to a shared trunk or training changes its weights.
+        """
         runner = self._frozen()._runner()
         cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
         runner = dataclasses.replace(runner, trunk=[], cache=cache)

@@ -20,7 +20,7 @@ LABEL_NAMES = ("labels", "label", "label_ids")
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
-    """An iterable of batches; a single batch is one too."""
+    """Return an iterable of batches; wrap a single batch in a list."""
     if isinstance(batches, (Mapping, Tensor)):
         return [batches]
     # Not `iter`, which would start the workers of a `DataLoader`; a `Dataset` has items only.

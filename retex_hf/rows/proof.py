@@ -1,7 +1,7 @@
-"""Prove how a kind of call is taken apart and put together, on the merged model, before experts get parts of a batch.
+"""Prove, on the merged model, how a kind of call is split and joined, before experts get parts of a batch.
 
-Some rows run alone and together with others. What a row gets must be the same both times: then the inputs were its own.
-The axis of an output along which there is more when there are more rows is the axis of the rows.
+Run some rows alone and together with others. If a row's outputs are the same both times, the split gave it the right
+inputs. The axis of an output that grows with the number of rows is its row axis.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..utils.records import is_record, record_fields
 from .ownership import Reading, entries_of
 
 DEPENDS = "is not of each row the same alone and together with others"
-# Of the largest number in a field: what rounding may change when a row runs in another company.
+# Relative to the largest number in a field: rounding differs with the other rows of a batch.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 ROUGH = 5e-2
-# Rows of a batch that are tried: more than two, because some models treat the rows after the first ones otherwise.
+# Number of rows to try: more than two, because some models treat the first rows differently from later ones.
 TRIED = 4
 PLAIN = (bool, int, float, complex, str, bytes, set, frozenset)
 
 
 @dataclass(frozen=True)
 class Along:
-    """A field of an output has `per_row` entries of each row along an axis."""
+    """Mark a field of an output as having `per_row` entries of each row along an axis."""
 
     axis: int
     per_row: int
@@ -38,15 +38,17 @@ class Along:
 
 @dataclass(frozen=True)
 class AlongItems:
-    """A field of an output has along its first axis `each` entries for every `merged` of an input (`name`), which
-    belong to rows: of images, say, or for every four patches."""
+    """Mark a field of an output as having, along its first axis, `each` entries for every `merged` entries of an input.
+
+    The entries of that input (`name`) belong to rows: for example images, or groups of four patches.
+    """
 
     name: str
     each: int
     merged: int
 
     def owner(self, reading: Reading) -> Tensor:
-        """The row of each entry."""
+        """Return the row that each entry belongs to."""
         owner = reading[self.name].owner
         assert owner is not None
         return owner.reshape(-1, self.merged)[:, 0].repeat_interleave(self.each)
@@ -54,19 +56,19 @@ class AlongItems:
 
 @dataclass(frozen=True)
 class Shared:
-    """A field of an output, of so many axes, is the same whatever rows there are."""
+    """Mark a field of an output, with `ndim` axes, as independent of the rows."""
 
     ndim: int
 
 
 @dataclass(frozen=True)
 class Entries:
-    """A list in an output has one tensor for every row, or for every entry of an input (`name`)."""
+    """Mark a list in an output as having one tensor for every row, or for every entry of an input (`name`)."""
 
     name: str | None
 
     def owner(self, reading: Reading, rows: int) -> Tensor:
-        """The row of each tensor."""
+        """Return the row that each tensor belongs to."""
         owner = None if self.name is None else reading[self.name].owner
         return torch.arange(rows) if owner is None else owner
 
@@ -76,10 +78,10 @@ Place = Along | AlongItems | Shared
 
 @dataclass(frozen=True)
 class Proof:
-    """How a kind of call is read (`reading` names one of `readings`), and where the rows are in its outputs.
+    """Record how to split a kind of call (`reading` names one of `readings`), and where the rows are in its outputs.
 
-    `places` has the fields by path, `lists` those that are lists of what rows have. `refused` says of others what is
-    wrong with them.
+    `places` maps the path of a tensor to its row axis, `lists` does so for lists with tensors of each row. `refused`
+    maps the path of every other field to the reason why it cannot be joined.
     """
 
     reading: str
@@ -89,13 +91,13 @@ class Proof:
 
     @property
     def worth(self) -> tuple[bool, int]:
-        """The better of two readings is the one that gives something to rows, and leaves less open."""
+        """Return a sort key: prefer proofs that assign some output to rows, then those that refuse fewer fields."""
         useful = any(not isinstance(place, Shared) for place in self.places.values()) or bool(self.lists)
         return useful, -len(self.refused)
 
 
 def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of an output, by path."""
+    """Yield all tensors of an output, by path."""
     if isinstance(output, Tensor):
         yield path, output
     elif isinstance(output, Mapping) or is_record(output):
@@ -107,7 +109,7 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_values(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, texts and sets of an output, by path. Lists may have an entry per row, and are left out."""
+    """Yield the numbers, strings and sets of an output, by path. Skip lists, which may have an entry per row."""
     if isinstance(output, Mapping) or is_record(output):
         for key, value in record_fields(output).items():
             yield from plain_values(value, f"{path}.{key}" if path else str(key))
@@ -119,7 +121,7 @@ def plain_values(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lists_of(output: Any, path: str = "") -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """All lists of tensors in an output, by path."""
+    """Yield all lists of tensors in an output, by path."""
     if isinstance(output, Mapping) or is_record(output):
         for key, value in record_fields(output).items():
             yield from lists_of(value, f"{path}.{key}" if path else str(key))
@@ -137,17 +139,17 @@ def prove(
     rows: int,
     parts: list[Tensor] | None = None,
 ) -> Proof:
-    """Find the reading under which rows get the same alone and together; refuse where there is none.
+    """Find the reading under which rows have the same outputs alone and together; refuse the batch if there is none.
 
     Args:
         call: Runs the model on a part of the batch.
         split: Takes the given rows out of the batch, by a reading.
-        given: The readings there are, the likelier first.
-        rows: Of the batch. One row is told apart from two of itself.
-        parts: The rows that are to run apart. Without, the first rows stand for all, which is enough where every row
-            has one entry of everything.
+        given: The possible readings, the likeliest first.
+        rows: Number of rows of the batch. A single row is compared with two copies of itself.
+        parts: The rows of each group. By default the first rows are tried one by one, which is enough where every row
+            has one entry in every input.
     """
-    # Positions in what runs together.
+    # Rows of the batch that run together; `alone` holds positions among them.
     together = torch.arange(max(2, min(rows, TRIED))) % rows if parts is None else torch.arange(rows)
     alone = list(torch.arange(min(rows, TRIED)).split(1)) if parts is None else parts
     best: Proof | None = None
@@ -159,12 +161,12 @@ def prove(
                 outputs.append(call(split(reading, part)))
         except RetexError:
             raise
-        except Exception as error:  # a reading that gives a row what is not its own may be anything to the model
+        except Exception as error:  # a wrong reading gives rows foreign inputs, on which a model may raise anything
             if len(given) == 1 and not outputs:
                 if len(together) < rows:
                     call(split(reading, torch.arange(rows)))
                     raise InputError(_apart(error)) from error
-                raise  # it is the batch that is wrong, and the model says how
+                raise  # the batch itself is invalid: the model's own error explains it best
             problem = _apart(error)
             continue
         found = _compare(name, reading, outputs[0], outputs[1:], together, alone)
@@ -183,7 +185,7 @@ def _apart(error: Exception) -> str:
 
 
 def take(tensor: Tensor, place: Place, reading: Reading, batch: Tensor, positions: Tensor) -> Tensor:
-    """What some rows have of a field: those at the given positions of the batch that the field is an output of."""
+    """Return the entries of some rows in a field: those at `positions` of the `batch` that produced the field."""
     if isinstance(place, Shared):
         return tensor
     if isinstance(place, AlongItems):
@@ -221,7 +223,7 @@ def _compare(
         if found is not None:
             places[path] = found
         elif tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex()):
-            # A count or an `any` over the rows may be the same by chance.
+            # A count or an `any` over the rows may be equal by chance.
             refused[path] = "is one whole number for all rows"
         elif all(other is not None and tensor.shape == other.shape and _equal(tensor, other) for other in others):
             places[path] = Shared(tensor.ndim)
@@ -237,7 +239,7 @@ def _compare(
 
 
 def _same_entries(taken: Tensor, other: Tensor | None, axis: int) -> bool:
-    """Whether rows have the same of a field together with others (`taken`) and alone; None is what they do not have."""
+    """Return whether rows have the same entries together with others (`taken`) and alone (None: no such field)."""
     if other is None:
         return taken.shape[axis] == 0
     return other.ndim == taken.ndim and other.shape[axis] == taken.shape[axis] and _equal(taken, other)
@@ -250,7 +252,7 @@ def _compare_lists(
     together: Tensor,
     alone: list[Tensor],
 ) -> dict[str, Entries]:
-    """The lists that are longer when there are more rows, and have the same of a row both times."""
+    """Return the lists that grow with the number of rows and hold the same tensors for a row both times."""
     found: dict[str, Entries] = {}
     names = [None, *(name for name, owned in reading.items() if owned.owner is not None)]
     for path, tensors in whole.items():
@@ -286,7 +288,7 @@ def _candidates(reading: Reading, tensor: Tensor, rows: int) -> Iterator[Along |
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same, up to rounding; where one is larger, what both have."""
+    """Return whether two tensors are equal up to rounding, in the part that both have if their sizes differ."""
     common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
     first, second = first[common], second[common]
     if first.is_complex() and second.is_complex():
@@ -294,7 +296,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     if not first.is_floating_point():
         return torch.equal(first, second)
     tolerance = TOLERANCE.get(first.dtype, ROUGH)
-    first, second = first.cpu().double(), second.cpu().double()  # which not every device has
+    first, second = first.cpu().double(), second.cpu().double()  # not every device supports float64
     finite = first.isfinite()
     if not torch.equal(finite, second.isfinite()):
         return False

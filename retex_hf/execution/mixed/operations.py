@@ -1,7 +1,7 @@
-"""Row-by-row forms of the operations that models apply their parameters with.
+"""Row-by-row forms of the operations with which models apply their parameters.
 
-A matrix is never recovered: the merged one is applied to the whole batch at once, and each task's rows get
-`G_t (S x)` added, with `S x` computed once for all rows.
+Matrices are not recovered: the merged one is applied to the whole batch at once, and `G_t (S x)` is added to each
+task's rows, with `S x` computed once for all rows.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .task_tensor import OPERATIONS, TaskTensor, by_row, described, origin_of, p
 
 
 def _rows_or_none(call: MixedCall, x: Any, *parameters: Any) -> int | None:
-    """Entries per row of an input, or None where it has no rows (then every task has a result of its own)."""
+    """Return the entries per row of an input, or None where it has no rows (every task then has its own result)."""
     own = [parameter for parameter in parameters if isinstance(parameter, TaskTensor)]
     per_row = call.entries_per_row(origin_of(*own), x) if own else None
     return None if isinstance(x, TaskTensor) else per_row
 
 
 def _has_factors(weight: Any) -> bool:
-    """Whether a weight is a recovered matrix that is applied through its factors."""
+    """Return whether a weight is a recovered matrix that is applied through its factors."""
     return isinstance(weight, TaskTensor) and isinstance(weight.source, Recovered) and weight.source.layout.batch == 1
 
 
 def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, transposed: bool = False) -> Tensor:
-    """`out + x D_t^T` for each row's task (`out + x D_t`, if `transposed`); `out` may be overwritten.
+    """Return `out + x D_t^T` for each row's task (`out + x D_t`, if `transposed`); may overwrite `out`.
 
     `out` and `x` have the rows along their leading axis and features along the last.
     """
     own, common = source.acting_factors(call, transposed, x.device)
-    # Written for x @ A_t @ B (or x @ A @ B_t): which factor meets the input first?
+    # The product is x @ A_t @ B or x @ A @ B_t: find out whether the task's own factor meets the input first.
     own_first = transposed != source.shared_first
     result = out.reshape(-1, out.shape[-1]).float()
     x = x.reshape(-1, x.shape[-1]).float()
@@ -49,7 +49,7 @@ def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, trans
 
 
 def scaled(call: MixedCall, out: Tensor, source: Recovered) -> Tensor:
-    """The affine variant's gamma on what the merged matrix gave."""
+    """Multiply the output of the merged matrix by the affine variant's gamma; return it unchanged without one."""
     scales = source.scales(call)
     if scales is None:
         return out
@@ -58,7 +58,7 @@ def scaled(call: MixedCall, out: Tensor, source: Recovered) -> Tensor:
 
 
 def _segmentwise(call: MixedCall, func: Callable, x: Tensor, per_row: int, *parameters: Any) -> Tensor:
-    """A function on each segment's rows with its own parameters; heads of different widths are padded with -inf."""
+    """Apply a function to each segment's rows with its own parameters; pad heads of different widths with -inf."""
     columns = [_beside(x, values_of(call, parameter)) for parameter in parameters]
     outputs = [
         func(x[part], *(column[number] for column in columns)) for number, part in enumerate(call.slices(per_row))
@@ -68,7 +68,7 @@ def _segmentwise(call: MixedCall, func: Callable, x: Tensor, per_row: int, *para
 
 
 def _beside(x: Tensor, values: list[Any]) -> list[Any]:
-    """Values on the device of an input: a head whose layer is offloaded does not know where that runs."""
+    """Move values to the device of an input: a head does not know on which device its offloaded layer runs."""
     return [value.to(x.device) if isinstance(value, Tensor) else value for value in values]
 
 
@@ -93,11 +93,11 @@ def _aligned(call: MixedCall, vector: Tensor, out: Tensor) -> Tensor:
 
 
 def matmul(call: MixedCall, func: Callable, x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ W`, for parameters that are kept transposed."""
+    """Compute `x @ W`, for parameters that are stored transposed."""
     if not isinstance(weight, TaskTensor):
         if x.ndim != 2 or weight.ndim != 3:
             raise MixedUnsupported(f"A product with {described(x)} on the left has no row-by-row form.")
-        return linear(call, F.linear, weight.mT, x).mT  # W @ X for X with a row axis before its columns
+        return linear(call, F.linear, weight.mT, x).mT  # W @ X, where X has a row axis before its columns
     per_row = _rows_or_none(call, x, weight)
     if per_row is None:
         return per_task(call, func, (x, weight), {})
@@ -108,7 +108,7 @@ def matmul(call: MixedCall, func: Callable, x: Tensor, weight: Tensor) -> Tensor
 
 
 def addmm(call: MixedCall, func: Callable, bias: Tensor, x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-    """`bias + x @ W`: GPT-2's Conv1D."""
+    """Compute `bias + x @ W`, as GPT-2's Conv1D does."""
     if kwargs:
         raise MixedUnsupported(f"addmm with {sorted(kwargs)} has no row-by-row form.")
     out = matmul(call, torch.matmul, x, weight) if isinstance(weight, TaskTensor) else x @ weight
@@ -140,7 +140,7 @@ def embedding(call: MixedCall, func: Callable, ids: Tensor, weight: Tensor, *arg
 
 
 def getitem(call: MixedCall, func: Callable, tensor: Tensor, index: Any) -> Tensor:
-    """Rows of a table by a tensor of ids are an embedding; any other index applies to every task's value."""
+    """Look up rows of a table by a tensor of ids as an embedding; apply any other index to every task's value."""
     if isinstance(tensor, TaskTensor) and isinstance(index, Tensor) and index.dtype == torch.long and tensor.ndim == 2:
         return embedding(call, F.embedding, index, tensor)
     return per_task(call, func, (tensor, index), {})
@@ -182,7 +182,7 @@ def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 
 def _channels(call: MixedCall, vector: Tensor | None, x: Tensor) -> Tensor | None:
-    """A vector over channels, aligned with (rows, channels, ...)."""
+    """Return a vector over channels, aligned with (rows, channels, ...)."""
     if vector is None:
         return None
     if not isinstance(vector, TaskTensor):
@@ -238,7 +238,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A convolution with a factored weight is one with `S` as its kernel, followed by `G_t` at every position."""
+    """Convolve; for a factored weight, convolve with `S` as the kernel, then apply `G_t` at every position."""
     per_row = _rows_or_none(call, x, weight, bias)
     if per_row is None:
         return per_task(call, func, (x, weight, bias, stride, padding, dilation, groups), {})
@@ -303,7 +303,7 @@ def multi_head_attention(
     else:
         heads = _packed_projections(inputs, in_proj_weight, in_proj_bias)
     rows = query.shape[1]
-    # Expanding asks the call whether these are rows, which only it knows.
+    # `expand` on a `TaskTensor` lets the call decide whether this axis is the rows; nothing here can tell.
     extra = [None if bias is None else bias.expand(rows, -1, -1) for bias in (bias_k, bias_v)]
     options = {
         "num_heads": num_heads,
@@ -331,7 +331,7 @@ def _check_attention(
     attn_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Refuse what torch raises an error for: broadcasting would give some of it a result here."""
+    """Refuse what torch refuses: broadcasting would silently accept some of it here."""
     query, key, value = inputs
     rows, target, source = query.shape[1], len(query), len(key)
     fits = query.shape[2] == width and key.shape[1] == rows and value.shape[:2] == key.shape[:2]
@@ -347,7 +347,7 @@ def _check_attention(
 def _packed_projections(inputs: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
     """Project queries, keys and values, (rows, length, width), with one matrix.
 
-    It is applied whole to each distinct input: a slice of it would have to be recovered.
+    The whole matrix is applied to each distinct input, because a slice of it would have to be recovered.
     """
     projected = {id(x): x for x in inputs}
     projected = {name: F.linear(x.transpose(0, 1), weight, bias).chunk(3, -1) for name, x in projected.items()}
@@ -376,8 +376,8 @@ def _attend(
     average_attn_weights: bool,
     is_causal: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to projected inputs, (rows, length, width), as torch does; return the weights, too, if they are needed."""
-    # torch's rule: the hint replaces the mask only where the mask is not needed for anything else.
+    """Attend to projected inputs, (rows, length, width), as torch does; return the weights too if they are needed."""
+    # As in torch: `is_causal` replaces the mask only where nothing else needs the mask.
     is_causal = is_causal and key_padding_mask is None and not need_weights
     key, value = _lengthened(key, bias_k, add_zero_attn), _lengthened(value, bias_v, add_zero_attn)
     mask = _joint_mask(None if is_causal else attn_mask, key_padding_mask, num_heads, key.shape[1], query.dtype)
@@ -400,13 +400,13 @@ def _lengthened(x: Tensor, bias: Tensor | None, add_zero_attn: bool) -> Tensor:
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int, length: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Add both masks up, (rows or 1, heads or 1, queries or 1, keys); positions appended to the keys are visible."""
+    """Add both masks, (rows or 1, heads or 1, queries or 1, keys); keep positions appended to the keys visible."""
     masks = []
     if attn_mask is not None:
         masks.append(attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, num_heads)))
     if key_padding_mask is not None:
         masks.append(key_padding_mask[:, None, None])
-    # True hides a position, unlike in a mask of `scaled_dot_product_attention`.
+    # True hides a position here, and shows it in a mask of `scaled_dot_product_attention`: add numbers instead.
     masks = [
         torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype == torch.bool else mask
         for mask in masks
