@@ -16,7 +16,6 @@ import json
 import os
 import re
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -103,7 +102,8 @@ def in_child(cls: type[PreTrainedModel], work: Path) -> Found:
 
 def _limited(cls: type[PreTrainedModel], work: Path) -> Found:
     warnings.simplefilter("ignore")
-    signal.alarm(SECONDS)
+    # Processor time, so that other work on the machine changes nothing.
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = MEMORY + pages * resource.getpagesize()  # beyond the memory that the parent has mapped
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
