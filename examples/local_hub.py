@@ -219,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
                 headers["X-Error-Code"] = refusal.code
             self._send_json({"error": str(refusal)}, refusal.status, headers)
 
-    # ---- who asks ----------------------------------------------------------------------------------------------------
+    # ---- caller ------------------------------------------------------------------------------------------------------
 
     def _check_token(self) -> None:
         given = self.headers.get("Authorization")
@@ -244,7 +244,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(status, "Repository not found", "RepoNotFound")
         return repository
 
-    # ---- what is asked -----------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def whoami(self) -> None:
         if self.role is None:
@@ -405,7 +405,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.write(file.read(end - start))
         return None
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- responses ---------------------------------------------------------------------------------------------------
 
     def _send_json(
         self, value: Any, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None

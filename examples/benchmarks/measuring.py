@@ -1,6 +1,6 @@
-"""Which rows a model answers rightly, and of which it knows the task.
+"""Scoring of rows: which ones a model answers correctly, and of which it identifies the task.
 
-One task at a time, inputs of similar length together, so that little of a batch is padding. What comes out is an
+Tasks run one at a time, with inputs of similar length together, so that little of a batch is padding. The result is an
 `Evaluation`, which `experiment.pack` turns into a cell.
 """
 
@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 
 
 def batches(inputs: Sequence[Any], collate: Collate, size: int) -> Iterator[tuple[list[int], Batch]]:
-    """Batches of inputs of about one length, with the numbers of their rows."""
+    """Yield batches of inputs of similar length, with their row numbers."""
     order = sorted(range(len(inputs)), key=lambda row: len(inputs[row]) if hasattr(inputs[row], "__len__") else 0)
     for start in range(0, len(order), size):
         rows = order[start : start + size]
@@ -35,7 +35,7 @@ def batches(inputs: Sequence[Any], collate: Collate, size: int) -> Iterator[tupl
 
 
 def gather(call: Callable[[Batch], Tensor], inputs: Sequence[Any], collate: Collate, size: int) -> Tensor:
-    """What a function of batches gives for every input (one row of a tensor each), in the order of the inputs."""
+    """Apply a function of batches to all inputs; return one row of a tensor per input, in their order."""
     numbers: list[int] = []
     parts = []
     for rows, batch in batches(inputs, collate, size):
@@ -46,7 +46,7 @@ def gather(call: Callable[[Batch], Tensor], inputs: Sequence[Any], collate: Coll
 
 @torch.inference_mode()
 def right_rows(answer: Callable[[Batch], Sequence[Answer]], data: TaskData, collate: Collate, size: int) -> np.ndarray:
-    """Whether the answer to each row of a task is right."""
+    """Return whether the answer to each row of a task is right."""
     right = np.zeros(len(data), dtype=bool)
     for rows, inputs in batches(data.inputs, collate, size):
         for row, found in zip(rows, answer(inputs), strict=True):
@@ -55,7 +55,7 @@ def right_rows(answer: Callable[[Batch], Sequence[Answer]], data: TaskData, coll
 
 
 def answers_as(readout: Readout, model: Any, head: str, **options: Any) -> Callable[[Batch], list[Answer]]:
-    """A model's answers, read under the head of one task; `options` (such as `task=`) go with the inputs."""
+    """Return a function that answers under the head of one task; `options` (such as `task=`) go with the inputs."""
 
     def answer(inputs: Batch) -> list[Answer]:
         rows = len(next(iter(inputs.values())))
@@ -66,13 +66,13 @@ def answers_as(readout: Readout, model: Any, head: str, **options: Any) -> Calla
 
 @torch.inference_mode()
 def identified_rows(model: RetexModel, data: TaskData, collate: Collate, size: int) -> np.ndarray:
-    """Whether a model takes each row of a task for what it is."""
+    """Return whether a model identifies the task of each row."""
     task = model.tasks.index(data.name)
     return (gather(lambda inputs: model.identify(**inputs).task_ids, data.inputs, collate, size) == task).numpy()
 
 
 def individual(study: Study) -> Evaluation:
-    """The experts themselves, each on its own task; stored, they are `T` bodies."""
+    """Evaluate the experts, each on its own task; their storage is `T` bodies."""
     weights, readout = expert_weights(study.material), study.material.readout
     scores = {}
     for test in study.tests:
@@ -83,7 +83,7 @@ def individual(study: Study) -> Evaluation:
 
 
 def recovered(model: RetexModel, study: Study) -> dict[str, TaskScore]:
-    """A finished ReTeX on every task, told which one it is."""
+    """Evaluate a finished ReTeX on every task, with the task known."""
     readout = study.material.readout
     return {
         test.name: TaskScore(
@@ -94,9 +94,9 @@ def recovered(model: RetexModel, study: Study) -> dict[str, TaskScore]:
 
 
 def routed(model: RetexModel, study: Study, known: Mapping[str, TaskScore]) -> dict[str, TaskScore]:
-    """A finished ReTeX on every task, not told which; `known` is what it does when told.
+    """Evaluate a finished ReTeX on every task, with the task unknown; `known` holds its scores with the task known.
 
-    A class is right only under the right head, and there the answer is the one given when told. A text may be right
+    A class is right only under the right head, where the answer equals that with the task known. A text may be right
     under any task, so texts are generated again.
     """
     readout, scores = study.material.readout, {}
@@ -111,29 +111,29 @@ def routed(model: RetexModel, study: Study, known: Mapping[str, TaskScore]) -> d
 
 
 def fit_signatures(model: RetexModel, study: Study) -> None:
-    """Signatures from the study's own reference inputs."""
+    """Fit signatures on the study's own reference inputs."""
     count = model.retex_config.num_reference
     references = {task: study.material.references(task, count) for task in study.tasks}
     model.fit_signatures(references, progress=False)
 
 
 def recovery_bytes(model: RetexModel) -> int:
-    """Bytes of the recovery module as it is stored."""
+    """Return the bytes of the recovery module as it is stored."""
     return sum(tensor.numel() * tensor.element_size() for tensor in model.recovery.state_dict().values())
 
 
 def accuracy(evaluation: Evaluation, mode: str) -> float:
-    """Mean accuracy over tasks."""
+    """Return the mean accuracy over tasks."""
     return float(np.mean([score.accuracy for score in evaluation.scores[mode].values()]))
 
 
 def identification(evaluation: Evaluation) -> float:
-    """Mean over tasks of the share of rows that were taken for their own task."""
+    """Return the mean over tasks of the share of rows identified as their own task."""
     return float(np.mean([score.identified.mean() for score in evaluation.scores["unknown"].values()]))
 
 
 def normalised_accuracy(evaluation: Evaluation, mode: str, experts: Evaluation) -> float:
-    """Mean over tasks of the accuracy relative to the individual expert's."""
+    """Return the mean over tasks of the accuracy relative to the individual expert's."""
     scores = evaluation.scores[mode]
     single = experts.scores["known"]
     return float(normalised([scores[task].accuracy for task in scores], [single[task].accuracy for task in scores]))
@@ -142,9 +142,9 @@ def normalised_accuracy(evaluation: Evaluation, mode: str, experts: Evaluation) 
 def run_each(
     work: Path, kind: str, cells: Mapping[str, tuple[Any, Callable[[], Any]]], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Values of `{label: (what it is built of, function)}`, kept as cells by what they are built of.
+    """Return the values of `{label: (ingredients, function)}`, stored as cells by their ingredients.
 
-    A label may change, and several tables may have a cell in common: it is computed once.
+    Labels may change, and tables may share a cell: it is computed once.
     """
     values = {}
     bar = tqdm(cells.items(), desc=kind, unit="cell")

@@ -3,9 +3,9 @@
     python examples/benchmarks/memory.py                  # --folder retex-memory
 
 The weights are random: memory does not depend on them. Each variant runs in a process of its own, which loads the
-artifact, then answers batches whose images belong to all tasks. Counted is anonymous memory above the level after the
-imports (RssAnon; the experts and the activations), at its peak while serving. Pages of mapped files (RssFile), which
-the kernel can drop at any time, stand beside it.
+artifact, then answers batches whose images belong to all tasks. The table has the peak while serving of anonymous
+memory above the level after the imports (RssAnon; experts and activations). Pages of mapped files (RssFile), which the
+kernel can drop at any time, are listed beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retex_hf.backends import openclip
 TASKS, RANK = task_names(8), 256
 BATCH, BATCHES = 64, 4
 STATIC = "static merged model"
-# Name -> size of the expert cache (an expert takes 351 MB), and how batches are run.
+# Name -> size of the expert cache (an expert takes 351 MB), and execution mode.
 VARIANTS: dict[str, tuple[str, str]] = {
     "grouped, one expert cached": ("400MB", "grouped"),
     "grouped, cache off": ("0MB", "grouped"),
@@ -36,22 +36,22 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 def write_artifact(folder: Path) -> None:
-    """An artifact of a random model with random factors, text tower frozen."""
-    # Features of the last layer: identification is then as dear as it can be.
+    """Write an artifact of a random model with random factors and a frozen text tower."""
+    # Features of the last layer make identification as costly as it can be.
     model = retex_model(clip_model(), TASKS, RANK, recovered=lambda name: name.startswith("visual."), feature_layer=-1)
     model.fit_signatures({task: [images(index, 32)] for index, task in enumerate(TASKS)})
     model.save_pretrained(folder)
 
 
 def resident() -> tuple[float, float]:
-    """Anonymous and mapped memory in MB."""
+    """Return anonymous and mapped memory in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines)
     return tuple(int(values[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile"))
 
 
 class Watch(threading.Thread):
-    """The peaks of both while it runs."""
+    """Thread that records the peaks of both."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""The five base merges of the paper, for experiments that compare what ReTeX is put on. Each is learned once."""
+"""The five base merges of the paper, for experiments that compare ReTeX on different merges. Each is learnt once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiment import Study, run_cells
 from retex_hf.baselines.merges import learned_merge
 from retex_hf.merging import options_to_learn
 
-# AdaMerging's own 500 steps of 32 rows at a rate of 1e-3 are far more work; tables say what was run.
+# AdaMerging's own 500 steps of 32 rows at a rate of 1e-3 take far longer; tables state the settings used here.
 MERGES: dict[str, dict[str, Any]] = {
     "average": {"method": "average"},
     "task arithmetic": {"method": "task_arithmetic", "scale": 0.3},
@@ -23,12 +23,12 @@ ROWS = 64
 
 
 def learn_merges(study: Study, work: Path, names: Sequence[str] = tuple(MERGES)) -> dict[str, dict[str, Any]]:
-    """Merges as `RetexConfig.merge` takes them, with everything that had to be learned filled in; kept as cells."""
+    """Return merges as `RetexConfig.merge` takes them, with learnt options filled in; stored as cells."""
     return {name: learned(study, work, MERGES[name]) for name in names}
 
 
 def learned(study: Study, work: Path, merge: dict[str, Any]) -> dict[str, Any]:
-    """One merge with everything that had to be learned filled in; kept as a cell, for all methods and experiments."""
+    """Return one merge with learnt options filled in; stored as a cell, for all methods and experiments."""
     if not learns(merge):
         return merge
     cell = {f"merge {merge['method']}": lambda: learned_merge(study.material, merge, ROWS)}
@@ -37,7 +37,7 @@ def learned(study: Study, work: Path, merge: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_identity(study: Study, merge: dict[str, Any]) -> dict[str, Any]:
-    """What a learned merge depends on. How it is tested is not part of it: experiments with other rows share it."""
+    """Return what a learnt merge depends on, without test settings, so that experiments with other rows share it."""
     whole = study.identity("merges", merge=merge, rows=ROWS)
     kept = ("suite", "base", "experts", "data", "readout", "train_rows", "max_length")
     whole["recipe"] = {key: whole["recipe"][key] for key in kept}
@@ -46,6 +46,6 @@ def merge_identity(study: Study, merge: dict[str, Any]) -> dict[str, Any]:
 
 
 def learns(merge: dict[str, Any]) -> bool:
-    """Whether a merge has options that must be found from data."""
+    """Return whether a merge has options that must be learnt from data."""
     method, options = merge["method"], {option: value for option, value in merge.items() if option != "method"}
     return bool(options_to_learn(method, options))

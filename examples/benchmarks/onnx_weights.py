@@ -1,4 +1,4 @@
-"""Weights out of a dynamically quantised ONNX file, read by hand: few fields of its protocol buffer matter here."""
+"""Minimal reader of the weights in a dynamically quantised ONNX file: parses only the fields that it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[int, list[int | memoryview]]
 
 
 def read_varint(data: memoryview, start: int) -> tuple[int, int]:
-    """A number of seven bits per byte, lowest first, and where the next field begins."""
+    """Read a number of seven bits per byte, lowest first; return it and the start of the next field."""
     value = shift = 0
     while True:
         byte = data[start]
@@ -29,7 +29,7 @@ def read_varint(data: memoryview, start: int) -> tuple[int, int]:
 
 
 def varints(data: memoryview) -> Iterator[int]:
-    """All numbers of a packed field."""
+    """Yield all numbers of a packed field."""
     start = 0
     while start < len(data):
         value, start = read_varint(data, start)
@@ -37,7 +37,7 @@ def varints(data: memoryview) -> Iterator[int]:
 
 
 def parse(data: memoryview) -> Message:
-    """The fields of one message by their numbers; nested messages stay bytes."""
+    """Parse the fields of one message by their numbers; nested messages stay bytes."""
     fields: Message = {}
     start = 0
     while start < len(data):
@@ -55,12 +55,12 @@ def parse(data: memoryview) -> Message:
 
 
 def text(message: Message, field: int) -> str:
-    """The only value of a text field."""
+    """Return the only value of a text field."""
     return bytes(message[field][0]).decode()
 
 
 def initializer(message: Message) -> np.ndarray:
-    """The values of one stored tensor."""
+    """Return the values of one stored tensor."""
     shape = message.get(TENSOR_DIMENSION, [])
     kind = TYPES.get(message[TENSOR_TYPE][0])
     if kind is None:
@@ -75,15 +75,15 @@ def initializer(message: Message) -> np.ndarray:
 
 
 def dequantise(values: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> Tensor:
-    """`(values - zero point) * scale` in float32, as ONNX's DequantizeLinear defines it."""
+    """Return `(values - zero point) * scale` in float32, as ONNX's DequantizeLinear defines it."""
     return torch.from_numpy((values.astype(np.float32) - zero_point.astype(np.float32)) * scale)
 
 
 def read_weights(data: bytes) -> dict[str, Tensor]:
-    """All weights of an exported PyTorch model under its own parameter names, in float32.
+    """Return all weights of an exported PyTorch model under its own parameter names, in float32.
 
     Exporting replaces the name of a linear layer's weight by a number and stores it transposed. The node that
-    multiplies by it still says whose weight it is: "/decoder/block.0/layer.0/SelfAttention/q/MatMul_quant".
+    multiplies by it still names the layer: "/decoder/block.0/layer.0/SelfAttention/q/MatMul_quant".
     """
     graph = parse(parse(memoryview(data))[MODEL_GRAPH][0])
     stored = {}

@@ -1,8 +1,7 @@
-"""What an experiment is run on, as a YAML file: models, data, how models answer, and which methods to compare.
+"""Recipes of experiments as YAML files: models, data, readout, and methods to compare.
 
 A recipe has either a `suite` (text, vision, text_to_text: models are made where they are missing) or `base`, `experts`
-and `data` (folders or Hub names). Every key is checked; one that is not known is refused, because ignoring it would
-change the experiment.
+and `data` (folders or Hub names). Unknown keys are refused, because ignoring one would change the experiment.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ TEMPLATES = ["a photo of a {}."]
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where the data of one task are, and which of their columns are its inputs and labels.
+    """Source of the data of one task, and the columns of inputs and labels.
 
     Args:
         path: A folder, or a name on the Hub.
         name: The configuration, for data sets that have several.
         train: The split that methods may see; a part of it is kept for validation.
-        test: The split that is tested on.
+        test: The split to test on.
         input: A column; a text with columns in braces (a prompt); or two columns (a pair of texts).
         label: The column of class indices.
         classes: Names of the classes, in the order of their indices; default: those of the data set.
@@ -56,19 +55,19 @@ class Recipe:
     Args:
         suite: A local suite, by the name of its module; excludes `base`, `experts` and `data`.
         base: The pre-trained model: a folder or Hub name.
-        experts: Experts of all tasks, those of `unseen` included where they exist.
-        data: Data of all tasks, those of `unseen` included.
+        experts: Experts of all tasks, including those of `unseen` where they exist.
+        data: Data of all tasks, including those of `unseen`.
         readout: How models answer: `classifier`; `{kind: zero_shot, templates: [...]}` for CLIP's image tower with
             heads from the base's text tower; `{kind: generate, ...}` with options of `generate`. Suites have their own.
         tasks: Tasks in the order in which they are added; default: the suite's, or the order of `experts`.
         sizes: Numbers of tasks to compare methods on; default: all of them.
-        unseen: Tasks held out from everything but the tests of unseen tasks.
+        unseen: Tasks used only for the tests of unseen tasks.
         config: Fields of `RetexConfig`.
         methods: Methods to compare, each a name or `{name: options}`; default: the experiment's own.
         rows: Test rows per task, drawn at random once; default: all.
         train_rows: Training rows per task that are read, drawn at random once; default: all.
-        max_length: Texts are cut after so many tokens.
-        seeds: Of everything random; most experiments use the first.
+        max_length: Truncate texts to this many tokens.
+        seeds: Seeds of all random draws; most experiments use the first.
         batch_size: Rows per batch of the test.
     """
 
@@ -89,11 +88,11 @@ class Recipe:
     batch_size: int = 64
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain JSON values."""
+        """Return the recipe as plain JSON values."""
         return asdict(self)
 
     def with_rows(self, rows: int | None) -> Recipe:
-        """The recipe with another number of test rows, where one is given."""
+        """Return the recipe with another number of test rows, if one is given."""
         return self if rows is None else replace(self, rows=rows)
 
 
@@ -110,7 +109,7 @@ def read_recipe(file: str | Path) -> Recipe:
 
 
 def parse_recipe(values: Any, where: str = "The recipe") -> Recipe:
-    """Check the values of a recipe; `where` begins the sentence that says what is wrong."""
+    """Check the values of a recipe; error messages begin with `where`."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must hold keys and values.")
     values = {key: value for key, value in values.items() if value is not None}
@@ -191,7 +190,7 @@ def _method(entry: str | dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def is_prompt(columns: str) -> bool:
-    """Whether the input of a data source is a text around columns, not a column."""
+    """Return whether the input of a data source is a text around columns, not a column."""
     return re.search(r"\{\w+\}", columns) is not None
 
 
@@ -221,7 +220,7 @@ def _is_method(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# Key -> (is a value allowed?, what is allowed, in words).
+# Key -> (check of a value, description of allowed values).
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suite": (lambda v: v in SUITES, f"one of {SUITES}"),
     "base": (lambda v: isinstance(v, str) and v != "", "a folder or Hub name"),

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/routed.py                  # --repeats 5 --threads 2
 
-The weights are random: time does not depend on them. Images of 8 (or 50) tasks are mixed in every batch; their tasks
-are identified, none is named. All variants take turns in one process; the table has the best time of each, as a ratio.
+The weights are random: time does not depend on them. Images of 8 (or 50) tasks are mixed in every batch, and their
+tasks are identified. All variants alternate in one process; the table has the best time of each, as a ratio.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_visual(name: str) -> bool:
 
 
 def fitted(model: torch.nn.Module, number: int, **options) -> RetexModel:
-    """A routed model of `number` tasks that knows their images apart."""
+    """Return a routed model of `number` tasks, with signatures that separate their images."""
     tasks = task_names(number)
     retex = retex_model(model, tasks, RANK, recovered=is_visual, **options)
     retex.fit_signatures({task: [images(index, 16)] for index, task in enumerate(tasks)}, progress=False)
@@ -31,7 +31,7 @@ def fitted(model: torch.nn.Module, number: int, **options) -> RetexModel:
 
 
 def variant(retex: RetexModel, execution: str, cache: str) -> RetexModel:
-    """The same model (and tensors) with another cache and way of running."""
+    """Return the same model (and tensors) with another cache and execution mode."""
     other = copy(retex)
     other._cache = type(retex.expert_cache)(int(float(cache.removesuffix("MB")) * 1e6))
     other.execution = execution

@@ -1,12 +1,12 @@
-"""How much chance matters: ReTeX under several seeds of its reference inputs, and of the order of fine-tuning.
+"""Variance over seeds: ReTeX under several seeds of its reference inputs, and of the order of fine-tuning.
 
     python examples/benchmarks/seeds.py --recipe examples/recipes/experiments/shipped-text.yaml
     python examples/benchmarks/seeds.py --recipe examples/recipes/experiments/text8.yaml --retrain
 
-Writes `seeds.json`, `.md` and `.png` into the work dir. The solver has no seed: it finds the optimum. What is left to
-chance is which training inputs a task is known by, and with `--retrain` also the order in which experts saw theirs (a
-set of experts per seed, under `<work>/seed-<seed>`; those of seed 0 are the suite's own). Seeds are the recipe's, or 0
-to 4 where it names only one.
+Writes `seeds.json`, `.md` and `.png` into the work dir. The solver has no seed: it finds the optimum. Seeds choose the
+reference inputs of a task, and with `--retrain` also the order in which experts see their training inputs (a set of
+experts per seed, under `<work>/seed-<seed>`; those of seed 0 are the suite's own). Seeds are the recipe's, or 0 to 4
+where it names only one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 def reordered(task: Task, seed: int) -> Task:
-    """A task whose training rows come in another order; which of them are kept out for validation stays as it is."""
+    """Return a task with its training rows in another order; the rows held out for validation stay the same."""
     numbers = list(range(len(task.train_inputs)))
     places = split_validation(replace(task, train_inputs=numbers, train_labels=numbers))[0].train_inputs
     shuffled = list(places)
@@ -52,7 +52,7 @@ def reordered(task: Task, seed: int) -> Task:
 
 
 def retrained(study: Study, work: Path, seed: int) -> Study:
-    """The study with experts that saw their training rows in the order of a seed; they are made where missing."""
+    """Return the study with experts trained in the row order of a seed; train those that are missing."""
     if seed == 0:
         return study
     suite = importlib.import_module(study.recipe.suite)
@@ -62,7 +62,7 @@ def retrained(study: Study, work: Path, seed: int) -> Study:
 
 
 def measure(study: Study, seeds: Sequence[int]) -> dict[str, Figures]:
-    """Figures of ReTeX under each seed of the reference inputs; the experts are the same for all."""
+    """Return the figures of ReTeX under each seed of the reference inputs, with the same experts."""
     experts = individual(study)
     material = study.material
     model = RetexModel.from_experts(material.base, material.experts, study.config(), progress=False)
@@ -82,7 +82,7 @@ def measure(study: Study, seeds: Sequence[int]) -> dict[str, Figures]:
 
 
 def table(results: Mapping[int, Mapping[str, Figures]]) -> str:
-    """One line per seed, and the mean and sample standard deviation of each column below."""
+    """Format one line per seed, and the mean and sample standard deviation of each column below."""
     pairs = [(size, key) for key in COLUMNS for size in results]
     columns = ["seed", *(f"{COLUMNS[key]}, {size} tasks" for size, key in pairs)]
     seeds = list(next(iter(results.values())))
@@ -92,7 +92,7 @@ def table(results: Mapping[int, Mapping[str, Figures]]) -> str:
 
 
 def figure(results: Mapping[int, Mapping[str, Figures]]) -> Figure:
-    """One point per seed and number of tasks."""
+    """Plot one point per seed and number of tasks."""
     panels = {
         title: {
             f"seed {seed}": (list(results), [results[size][seed][key] for size in results])

@@ -1,8 +1,8 @@
-"""Checkpoints to measure on: a base and experts with the shapes of CLIP ViT-B/32's vision tower, from nothing.
+"""Synthetic checkpoints: a base and experts with the shapes of CLIP ViT-B/32's vision tower.
 
-The values are random, but the differences between experts and base are shaped like those of fine-tuning: directions of
-decaying weight, partly common to all tasks, over a floor of noise. Tensors are made and written one at a time, so that
-the process that writes stays small.
+The values are random, but the differences between experts and base resemble those of fine-tuning: directions of
+decaying weight, partly common to all tasks, over a noise floor. Tensors are made and written one at a time, so that the
+process stays small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-# Size of the weights and of what fine-tuning adds to them, about as in the published CLIP experts.
+# Scale of the weights and of the differences by fine-tuning, about as in the published CLIP experts.
 BASE_STD, DIFFERENCE_STD = 0.02, 0.001
 DECAY = 0.5  # the i-th direction of a difference weighs i ** -DECAY
 COMMON = 0.5  # share of a direction's energy that all tasks have in common
@@ -27,14 +27,14 @@ NOISE = 0.2  # share of a difference's energy that is noise
 
 
 def clip_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of transformers' `CLIPVisionModel` at its defaults, which are ViT-B/32."""
+    """Return names and shapes of the parameters of a default `CLIPVisionModel`, which is ViT-B/32."""
     with torch.device("meta"):
         model = CLIPVisionModel(CLIPVisionConfig())
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def write_clip_experts(folder: str | Path, tasks: Sequence[str], seed: int = 0) -> tuple[Path, dict[str, Path]]:
-    """Write a base and one expert per task below `folder`; returns the base's folder and each task's."""
+    """Write a base and one expert per task below `folder`; return the base's folder and each task's."""
     base_folder = Path(folder) / "base"
     expert_folders = {task: Path(folder) / "experts" / task for task in tasks}
     config = CLIPVisionConfig(architectures=["CLIPVisionModel"], dtype="float32")
@@ -75,13 +75,13 @@ class Experts:
 
 
 def make_base(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A pre-trained tensor: normal, around one for the weights of layer norms."""
+    """Draw a pre-trained tensor: normal, around one for the weights of layer norms."""
     centre = 1.0 if "norm" in name and name.endswith(".weight") else 0.0
     return centre + BASE_STD * torch.randn(shape, generator=generator)
 
 
 def make_differences(shape: tuple[int, ...], num_tasks: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """What fine-tuning on each task adds to a tensor; one row per output channel for the patch convolution."""
+    """Yield each task's difference of a tensor; the patch convolution has a row per output channel."""
     if len(shape) < 2:
         for _ in range(num_tasks):
             yield DIFFERENCE_STD * torch.randn(shape, generator=generator)
@@ -100,7 +100,7 @@ def make_differences(shape: tuple[int, ...], num_tasks: int, generator: torch.Ge
 
 
 def _write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The head of a float32 safetensors file, after which the tensors' bytes follow in the same order."""
+    """Write the header of a float32 safetensors file, after which the tensors' bytes follow in the same order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

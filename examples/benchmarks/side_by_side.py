@@ -3,8 +3,8 @@
     python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
 
 Reads the `main_table.json` that main_table.py left in each work dir, and prints, for the largest number of tasks,
-accuracy relative to the individual experts with the task known and unknown, and what is stored besides one model as a
-share of all experts.
+accuracy relative to the individual experts with the task known and unknown, and the storage beyond one model as a share
+of all experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from experiment import markdown_table
 
 
 def column(methods: dict[str, Any], name: str) -> list[str]:
-    """Known, unknown, added storage of one method; empty where a suite or a mode does not have it."""
+    """Return known, unknown and added storage of one method; empty where a suite or a mode does not have it."""
     if name not in methods:
         return ["", "", ""]
     modes = methods[name]["modes"]
@@ -30,7 +30,7 @@ def column(methods: dict[str, Any], name: str) -> list[str]:
 
 
 def table(suites: dict[str, dict[str, Any]]) -> str:
-    """`suites`: the methods of each suite, by its name."""
+    """Format the table; `suites` holds the methods of each suite, by its name."""
     names = list(dict.fromkeys(name for methods in suites.values() for name in methods))
     header = ["method", *(f"{suite}, {what}" for suite in suites for what in ("known", "unknown", "added"))]
     return markdown_table(

@@ -4,10 +4,10 @@
 
 Experts are random with differences of decaying spectrum (`shapes.py`), merged by average. Three tables:
 
-- one matrix of every shape: seconds of the float64 way (whole Gram matrix, all eigenvectors) and of `solve`, and by how
-  much the squared error of `solve` exceeds the optimum;
+- one matrix of every shape: seconds in float64 (whole Gram matrix, all eigenvectors) and of `solve`, and by how much
+  the squared error of `solve` exceeds the optimum;
 - the whole tower: `solve` over all parameters against the paper's 5,000 Adam steps, of which `--steps` are measured;
-- one matrix with all 5,000 steps: the squared error that Adam ends with.
+- one matrix with all 5,000 steps: Adam's final squared error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from retex_hf.recovery import Layout, Solution, Targets, plan_layout, relative_e
 
 RANK = 256
 PAPER_STEPS = 5000
-UNMEASURED_STEPS = 2  # a run of so many is subtracted, so that setting up does not count as training
+UNMEASURED_STEPS = 2  # the time of so many steps is subtracted, to leave out the set-up
 Value = TypeVar("Value")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def plan(experts: Experts) -> tuple[Targets, dict[str, Layout]]:
-    """The averaged model beside its experts, and every parameter's layout by the rank rule."""
+    """Return the averaged model beside its experts, and every parameter's layout by the rank rule."""
     merged = {}
     for name in experts.names:
         merged[name] = sum(experts.read_expert(task, name) for task in experts.tasks) / len(experts.tasks)
@@ -63,7 +63,7 @@ def plan(experts: Experts) -> tuple[Targets, dict[str, Layout]]:
 
 
 def print_shapes(targets: Targets, layouts: Mapping[str, Layout], repeats: int) -> None:
-    """One parameter of every matrix shape, in float64 throughout and by `solve`."""
+    """Print one parameter of every matrix shape, solved in float64 throughout and by `solve`."""
     counts: dict[tuple[int, ...], int] = {}
     examples = {}
     for name, layout in layouts.items():
@@ -88,7 +88,7 @@ def print_shapes(targets: Targets, layouts: Mapping[str, Layout], repeats: int) 
 
 
 def print_tower(targets: Targets, layouts: Mapping[str, Layout], steps: int, repeats: int) -> None:
-    """Everything: the exact solve, reading included, and Adam."""
+    """Print the whole tower: the exact solve, reading included, and Adam."""
     exact, (residual, energy) = best_of(repeats, lambda: solve_tower(targets, layouts))
     seconds, error = measure_adam(targets, layouts, steps)
     adam = seconds / steps * PAPER_STEPS
@@ -101,7 +101,7 @@ def print_tower(targets: Targets, layouts: Mapping[str, Layout], steps: int, rep
 
 
 def print_matrix(targets: Targets, layouts: Mapping[str, Layout], repeats: int) -> None:
-    """One matrix to the end of the paper's training."""
+    """Print one matrix trained to the end of the paper's schedule."""
     name = next(name for name, layout in layouts.items() if (layout.rows, layout.columns) == (768, 768))
     one = Targets(targets.experts, targets.merged, [name], targets.expert_numbers)
     exact, solution = best_of(repeats, lambda: solve(one.differences(name), layouts[name]))
@@ -115,7 +115,7 @@ def print_matrix(targets: Targets, layouts: Mapping[str, Layout], repeats: int) 
 
 
 def best_of(repeats: int, work: Callable[[], Value]) -> tuple[float, Value]:
-    """The shortest time of several runs, and the result."""
+    """Return the shortest time of several runs, and the result."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -125,7 +125,7 @@ def best_of(repeats: int, work: Callable[[], Value]) -> tuple[float, Value]:
 
 
 def solve_in_float64(matrices: list[Tensor], rank: int) -> float:
-    """Factors from all eigenvectors of the whole float64 Gram matrix; returns the optimal squared error."""
+    """Compute factors from all eigenvectors of the whole float64 Gram matrix; return the optimal squared error."""
     gram = torch.zeros(matrices[0].shape[1], matrices[0].shape[1], dtype=torch.float64)
     for matrix in matrices:
         gram.addmm_(matrix.double().T, matrix.double())
@@ -136,7 +136,7 @@ def solve_in_float64(matrices: list[Tensor], rank: int) -> float:
 
 
 def achieved_error(matrices: list[Tensor], solution: Solution) -> float:
-    """The squared error of the factors as they are stored."""
+    """Return the squared error of the stored factors."""
     shared = solution.shared[0].double()
     factors = solution.generated.view(len(matrices), *solution.layout.generated_shape)[:, 0].double()
     return sum((m.double() - f @ shared).square().sum().item() for m, f in zip(matrices, factors, strict=True))
@@ -151,10 +151,10 @@ def solve_tower(targets: Targets, layouts: Mapping[str, Layout]) -> tuple[float,
 
 
 def measure_adam(targets: Targets, layouts: Mapping[str, Layout], steps: int) -> tuple[float, float]:
-    """Seconds of `steps` Adam steps, and the squared error over the energy after them."""
+    """Return the seconds of `steps` Adam steps, and the squared error over the energy after them."""
     seconds = []
     for count in (UNMEASURED_STEPS, UNMEASURED_STEPS + steps):
-        # Warming up over 600 steps would leave the learning rate near zero in a short run.
+        # Warm-up over 600 steps would leave the learning rate near zero in a short run.
         training = TrainingConfig(steps=count, warmup_steps=0)
         start = time.perf_counter()
         recovery = train(targets, layouts, RetexConfig(rank=RANK), training)

@@ -1,7 +1,7 @@
 """From a recipe to models and data: local suites, folders, the Hub, or a mirror of it.
 
-A mirror is a folder that holds what `hf download` writes: `<mirror>/<model>` and `<mirror>/datasets/<data set>`. A name
-that it has is read from there, everything else of the recipe stays as it is.
+A mirror is a folder of files from `hf download`: `<mirror>/<model>` and `<mirror>/datasets/<data set>`. Names found
+there are read from it; the rest of the recipe stays the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retex_hf.evaluation import Collate, TaskData
 
 @dataclass(frozen=True)
 class Sources:
-    """Models, data and readout of some tasks. What methods may see is split into `train` and `validation`."""
+    """Models, data and readout of some tasks. The data that methods may see are split into `train` and `validation`."""
 
     base: str
     experts: dict[str, str]
@@ -39,14 +39,14 @@ class Sources:
 
 
 def load_sources(recipe: Recipe, work: Path, mirror: Path | None, *, with_unseen: bool) -> tuple[Sources, list[str]]:
-    """Everything that a recipe names, and its tasks in order; unseen tasks and their experts only where asked for."""
+    """Load everything that a recipe names, and its tasks in order; unseen tasks and their experts only on request."""
     if recipe.suite is not None:
         return _load_suite(recipe, work, with_unseen)
     return _load_named(recipe, mirror, with_unseen)
 
 
 def _load_suite(recipe: Recipe, work: Path, with_unseen: bool) -> tuple[Sources, list[str]]:
-    """A local suite; its base and the experts that are missing in the work dir are made first."""
+    """Load a local suite; first make its base and the experts that are missing in the work dir."""
     suite = importlib.import_module(recipe.suite)
     names = recipe.tasks or [task for task in suite.available(suite.TASKS) if task not in recipe.unseen]
     if max(recipe.sizes, default=0) > len(names):
@@ -61,7 +61,7 @@ def _load_suite(recipe: Recipe, work: Path, with_unseen: bool) -> tuple[Sources,
 def suite_sources(
     recipe: Recipe, tasks: Sequence[Task], work: Path, base: Path | None = None, **training: Any
 ) -> Sources:
-    """Base and experts of a suite for some tasks, in the work dir; `training` goes to the suite's fine-tuning."""
+    """Load base and experts of a suite for some tasks from the work dir; `training` goes to the suite's fine-tuning."""
     suite = importlib.import_module(recipe.suite)
     base = base or work / "base"
     if not base.exists():
@@ -74,7 +74,7 @@ def suite_sources(
 
 
 def _load_named(recipe: Recipe, mirror: Path | None, with_unseen: bool) -> tuple[Sources, list[str]]:
-    """Models and data by name: folders, or repositories on the Hub or in its mirror."""
+    """Load models and data by name: folders, or repositories on the Hub or in its mirror."""
     names = recipe.tasks or [task for task in recipe.experts if task not in recipe.unseen]
     everything = names + (recipe.unseen if with_unseen else [])
     base = find(recipe.base, mirror)
@@ -86,7 +86,7 @@ def _load_named(recipe: Recipe, mirror: Path | None, with_unseen: bool) -> tuple
 
 
 def find(name: str, mirror: Path | None, kind: str = "") -> str:
-    """The folder of a model (or of `datasets`) in a mirror, where it has one; else the name itself."""
+    """Return the folder of a model (or of `datasets`) in a mirror, if it has one; else the name itself."""
     folder = mirror / kind / name if mirror is not None else None
     return str(folder) if folder is not None and folder.is_dir() else name
 
@@ -104,7 +104,7 @@ def _as_sources(
 
 
 def _in_words(task: Task, readout: Readout) -> Task:
-    """A task whose answers are the names of its classes, where models answer in words."""
+    """Return a task whose answers are the names of its classes, where models generate text."""
     if readout.chooses_head:
         return task
     names = task.label_names
@@ -116,13 +116,13 @@ def _in_words(task: Task, readout: Readout) -> Task:
 
 
 def _task_data(task: Task, inputs: Sequence[Any], answers: Sequence[Any], rows: int | None) -> TaskData:
-    """Some rows of a task, drawn at random because sets may be sorted by class; the same ones in every run."""
+    """Draw some rows of a task at random, because sets may be sorted by class; the same ones in every run."""
     chosen = sorted(random.Random(0).sample(range(len(inputs)), min(rows or len(inputs), len(inputs))))
     return TaskData(task.name, [inputs[i] for i in chosen], [answers[i] for i in chosen], task.label_names)
 
 
 def load_named_task(name: str, source: DataSource, mirror: Path | None, recipe: Recipe) -> Task:
-    """A task from a folder, from the Hub or from its mirror."""
+    """Load a task from a folder, from the Hub or from its mirror."""
     path = find(source.path, mirror, "datasets")
     parts = []
     for split, rows in ((source.train, recipe.train_rows), (source.test, recipe.rows)):
@@ -147,7 +147,7 @@ def _class_names(name: str, data: Dataset, label: str) -> list[str]:
 
 
 def _inputs(name: str, data: Dataset, columns: str | list[str] | None) -> list[Any]:
-    """Texts, pairs of texts or images, by the columns that a recipe names; default: `text`, `sentence` or `image`."""
+    """Return texts, pairs of texts or images by the columns of a recipe; default: `text`, `sentence` or `image`."""
     if columns is None:
         columns = next((column for column in ("text", "sentence", "image", "img") if column in data.column_names), None)
         if columns is None:
@@ -178,14 +178,14 @@ def _labels(name: str, data: Dataset, label: str, classes: Sequence[str]) -> lis
 
 
 def _named_collate(base: str, task: Task, recipe: Recipe) -> Collate:
-    """Texts through the base's tokenizer, images through its processor."""
+    """Return a function that runs texts through the base's tokenizer, or images through its processor."""
     sample = task.train_inputs[0]
     if isinstance(sample, (str, tuple)):
         tokenizer = AutoTokenizer.from_pretrained(base)
-        if tokenizer.pad_token is None:  # as GPT-2's
+        if tokenizer.pad_token is None:  # as in GPT-2
             tokenizer.pad_token = tokenizer.eos_token
         if recipe.readout["kind"] == "generate" and not AutoConfig.from_pretrained(base).is_encoder_decoder:
-            tokenizer.padding_side = "left"  # a decoder goes on from the last token
+            tokenizer.padding_side = "left"  # a decoder continues from the last token
         options = {"truncation": True, "max_length": recipe.max_length}
 
         def collate_texts(texts: Sequence[str | tuple[str, str]]) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ def _named_readout(recipe: Recipe, base: str, expert: str, tasks: Sequence[Task]
 def clip_readout(
     base: str, expert: str, classes: Mapping[str, Sequence[str]], templates: Mapping[str, Sequence[str]]
 ) -> ZeroShot:
-    """Heads from the text tower of a CLIP model: a class is the mean of its normalised sentences.
+    """Make heads from the text tower of a CLIP model: a class is the mean of its normalised sentences.
 
     Experts that are a bare image tower (`CLIPVisionModel`) end before CLIP's projection, which the base has.
     """

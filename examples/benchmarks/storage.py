@@ -1,9 +1,9 @@
-"""How narrow the recovery can be stored: float32, bfloat16, float16, int8, on the experts of the text quickstart.
+"""Recovery stored in float32, bfloat16, float16 and int8, on the experts of the text quickstart.
 
     python examples/benchmarks/storage.py                # --work-dir retex-quickstart --dtypes bfloat16 int8
 
-Trains the experts first where no quickstart has run. Accuracy is with the task given, relative to the experts; tasks
-are identified from one row at a time, by reference inputs (which do not touch the recovery) and by weights (which do).
+Trains the experts first if no quickstart has run. Accuracy is with the task given, relative to the experts; tasks are
+identified from one row at a time, by reference inputs (independent of the recovery) and by weights (dependent on it).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retex_hf.config import RECOVERY_DTYPES
 
 
 def normalised(model: RetexModel, suite: Suite, individual: dict[str, float]) -> float:
-    """Mean over tasks of the accuracy, task given, over that of the task's expert."""
+    """Return the mean over tasks of the accuracy, task given, over that of the task's expert."""
     found = [
         accuracy(lambda t=task, **x: model(**x, task=t.name), task, suite.collate, None) / individual[task.name]
         for task in suite.tasks
@@ -35,7 +35,7 @@ def normalised(model: RetexModel, suite: Suite, individual: dict[str, float]) ->
 
 
 def recovery_bytes(model: RetexModel) -> int:
-    """Size of the recovery's file."""
+    """Return the size of the recovery's file."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / "artifact")
         return sum(file.stat().st_size for file in (Path(folder) / "artifact").glob("retex_recovery*"))

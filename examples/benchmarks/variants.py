@@ -49,7 +49,7 @@ COLUMNS = ("variant", "solver", "loss", "relative error", "normalised accuracy",
 
 @torch.no_grad()
 def misses(model: RetexModel, experts: dict[str, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Gram matrices over tasks of what recovery misses, and of the differences themselves."""
+    """Return Gram matrices over tasks of the residuals of recovery, and of the differences themselves."""
     merged = model.get_base_model().state_dict()
     recovered = {task: model.recover(task) for task in model.tasks}
     miss, energy = torch.zeros(len(model.tasks), len(model.tasks)), torch.zeros(len(model.tasks), len(model.tasks))
@@ -62,7 +62,7 @@ def misses(model: RetexModel, experts: dict[str, dict[str, Tensor]]) -> tuple[Te
 
 
 def measure(model: RetexModel, experts: dict[str, dict[str, Tensor]], individual: dict[str, float]) -> dict[str, Any]:
-    """Loss, errors, accuracy and storage of one model."""
+    """Measure loss, errors, accuracy and storage of one model."""
     miss, energy = misses(model, experts)
     moments = soft_moments(model.retex_config, len(model.tasks))
     moments = torch.eye(len(model.tasks)) / len(model.tasks) if moments is None else moments.float()
@@ -79,7 +79,7 @@ def measure(model: RetexModel, experts: dict[str, dict[str, Tensor]], individual
 
 
 def variants(rank: int, numbers: int, experts: int) -> dict[str, RetexConfig]:
-    """The configurations, with what depends on the rank filled in."""
+    """Return the configurations, with values that depend on the rank filled in."""
     options = {name: dict(values) for name, values in VARIANTS.items()}
     options["ReTeX-E, inner rank half"]["inner_rank"] = rank // 2
     options["rank by budget"]["rank_budget"] = numbers / experts
@@ -87,7 +87,7 @@ def variants(rank: int, numbers: int, experts: int) -> dict[str, RetexConfig]:
 
 
 def runs(rank: int, numbers: int, experts: int, steps: list[int]) -> dict[tuple[str, str], tuple[RetexConfig, Any]]:
-    """(variant, solver) -> configuration and training."""
+    """Return (variant, solver) -> configuration and training."""
     planned = {}
     for name, config in variants(rank, numbers, experts).items():
         planned[name, "exact"] = (config, None)
@@ -101,7 +101,7 @@ def runs(rank: int, numbers: int, experts: int, steps: list[int]) -> dict[tuple[
 
 
 def training(steps: int, **options: Any) -> TrainingConfig:
-    """The paper's settings; its 600 warm-up steps are 12 % of its 5,000."""
+    """Return the paper's settings; its 600 warm-up steps are 12 % of its 5,000."""
     return TrainingConfig(steps=steps, warmup_steps=max(1, round(0.12 * steps)), log_every=1000, **options)
 
 

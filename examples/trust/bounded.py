@@ -1,4 +1,4 @@
-"""A warm process in which things are tried under limits of time and memory, so that a crash or a hang is seen."""
+"""A warm process that runs trials under limits of time and memory, so that a crash or a hang is noticed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Answer = dict[str, Any]
 
 
 class Bounded:
-    """Answers questions with `answer`, a function of a module, which may return anything that has a key of its own.
+    """Answers questions with `answer`, a function of a module, which may return a mapping with keys of its own.
 
-    To that are added `seconds` and `megabytes` (by which the process grew). In its stead there may be a `refusal`, the
-    sentence of a `RetexError`, or what is `wrong`. A process that crashes or hangs is replaced.
+    `seconds` and `megabytes` (the growth of the process) are added to it. Instead there may be a `refusal`, the
+    sentence of a `RetexError`, or `wrong`, a description of the fault. A process that crashes or hangs is replaced.
     """
 
     def __init__(self, answer: Callable[[Any], Answer], *, seconds: float, room: int) -> None:
@@ -40,7 +40,7 @@ class Bounded:
         self._process = context.Process(target=_serve, args=(theirs, self._answer, self._room), daemon=True)
         self._process.start()
         theirs.close()
-        self._connection.recv()  # it is warm
+        self._connection.recv()  # wait until the process is warm
 
     def _stop(self) -> None:
         self._process.kill()
@@ -48,7 +48,7 @@ class Bounded:
         self._connection.close()
 
     def ask(self, question: Any) -> Answer:
-        """The answer to a question, or what went wrong."""
+        """Return the answer to a question, or what went wrong."""
         try:
             self._connection.send(question)
             if self._connection.poll(self._seconds):
@@ -94,12 +94,12 @@ def _attempt(answer: Callable[[Any], Answer], question: Any) -> Answer:
         if asks_for_memory(error):
             return {"wrong": f"asks for more memory than there is: {text[:300]!r}"}
         return {"refusal": text}
-    except BaseException as error:  # whatever comes here is a problem, and the next question is still to be asked
+    except BaseException as error:  # report any error as a problem, and stay ready for the next question
         return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 def asks_for_memory(error: BaseException | None) -> bool:
-    """Tell whether the cause of an error was that there is not enough memory."""
+    """Return whether an error was caused by a lack of memory."""
     while error is not None:
         if isinstance(error, MemoryError) or "allocate memory" in str(error) or "DefaultCPUAllocator" in str(error):
             return True

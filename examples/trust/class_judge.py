@@ -1,4 +1,4 @@
-"""One model class of transformers as three experts in one model: is each row what its expert says of it alone?"""
+"""Test of one model class of transformers with three experts in one model: each row must match its expert alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trust.small_rows import LENGTH, Recipe, collate
 TASKS = ("red", "green", "blue")
 NOT_MADE, RANDOM, DEPENDENT = "not made", "random by itself", "rows depend on each other"
 RIGHT, REFUSED, WRONG, TRACEBACK = "right", "refused", "wrong", "traceback"
-# As many rows as a text has tokens, as there are layers, and as there are channels.
+# Numbers of rows that equal the number of tokens of a text, of layers, and of channels.
 ROWS = (LENGTH, 2, 3)
 ORDER = [3, 0, 5, 1, 4, 2]
-# Images of the rows of a batch: as many as rows, but not one each.
+# Images per row of a batch: as many images as rows, but not one each.
 UNEVEN = [1, 2, 0, 1]
 MORE_THAN_TEXT = frozenset({"pixel_values", "input_features", "input_values", "pixel_values_videos"})
 RESIDUALS = 1e-2
@@ -39,7 +39,7 @@ Found = dict[str, Any]
 
 
 class NotMade(Exception):
-    """A small model, inputs for it, or what is to be compared could not be made."""
+    """A small model, inputs for it, or a reference to compare with could not be made."""
 
 
 class Deviation(Exception):
@@ -47,7 +47,7 @@ class Deviation(Exception):
 
 
 def judge(cls: type[PreTrainedModel], folder: Path) -> Found:
-    """What comes of a class: an `outcome`, what was wrong (`problems`), refused, and noticed on the way."""
+    """Return the result for a class: an `outcome`, and lists of `problems`, refusals and remarks."""
     found: Found = {"class": cls.__name__, "problems": [], "refusals": [], "notes": [], "done": []}
     try:
         base, recipe = make_base(cls)
@@ -70,7 +70,7 @@ def judge(cls: type[PreTrainedModel], folder: Path) -> Found:
 
 
 def make_base(cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Recipe]:
-    """A small model that runs, and inputs for it: with images or sounds, where any step of the ladder takes them."""
+    """Make a small model that runs, and inputs for it: with images or sounds, if any step of the ladder takes them."""
     torch.manual_seed(0)
     problems: list[str] = []
     begun, of_texts = time.monotonic(), None
@@ -88,7 +88,7 @@ def make_base(cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Recipe]:
                 problems.append(str(problem))
             if len(problems) == STEPS or time.monotonic() - begun > SECONDS:
                 break
-    except Exception as problem:  # whatever a class says of a configuration
+    except Exception as problem:  # any error that a class raises for a configuration
         problems.append(f"no small model: {type(problem).__name__}: {first_line(problem)}")
     if of_texts is None:
         raise NotMade(problems[0] if problems else "no small model")
@@ -96,7 +96,7 @@ def make_base(cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Recipe]:
 
 
 def start_decoding(model: PreTrainedModel) -> None:
-    """Name the token that a decoder begins with, where the class leaves that to its checkpoints."""
+    """Set the token that a decoder begins with, where the class leaves that to its checkpoints."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.config.is_encoder_decoder:
         generation.pad_token_id = generation.pad_token_id or 0
@@ -105,12 +105,12 @@ def start_decoding(model: PreTrainedModel) -> None:
 
 
 def takes_more(model: nn.Module) -> bool:
-    """Whether a model takes images or sounds."""
+    """Return whether a model takes images or sounds."""
     return bool(MORE_THAN_TEXT & set(inspect.signature(model.forward).parameters))
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any], **options: Any) -> Any:
-    """The output for copies of the inputs: some models write into them."""
+    """Return the output for copies of the inputs: some models write into them."""
     with torch.no_grad():
         return model(**{name: value.clone() for name, value in inputs.items()}, **options)
 
@@ -126,7 +126,7 @@ def first_line(problem: BaseException) -> str:
 
 
 def place_of(problem: BaseException) -> str:
-    """Our last frame, and the last of all."""
+    """Return our last frame, and the last of all."""
     frames = traceback.extract_tb(problem.__traceback__)
     ours = next((frame for frame in reversed(frames) if "retex_hf" in frame.filename), frames[-1])
     short = [re.sub(r".*/(retex_hf|transformers|torch|trust)/", r"\1/", frame.filename) for frame in (ours, frames[-1])]
@@ -134,7 +134,7 @@ def place_of(problem: BaseException) -> str:
 
 
 class Judge:
-    """Tries everything on one class, and keeps in `found` what comes of it."""
+    """Runs all tests on one class, and collects the results in `found`."""
 
     def __init__(self, base: PreTrainedModel, recipe: Recipe, folder: Path, found: Found) -> None:
         self.base, self.recipe, self.folder, self.found = base, recipe, folder, found
@@ -166,7 +166,7 @@ class Judge:
         self.attempt("save", self._save)
 
     def attempt(self, name: str, do: Callable[[], Any]) -> Any:
-        """Do something, and keep how it ends."""
+        """Run a function, and record its outcome."""
         try:
             answer = do()
             self.found["done"].append(name)
@@ -189,13 +189,13 @@ class Judge:
     def _problem(self, name: str, kind: str, text: str) -> None:
         self.found["problems"].append({"at": name, "kind": kind, "says": text})
 
-    # ---- what is tried -----------------------------------------------------------------------------------------------
+    # ---- tests -------------------------------------------------------------------------------------------------------
 
     def batch(self, rows: Iterable[int]) -> dict[str, Any]:
         return collate([self.rows[row] for row in rows], self.recipe.shared)
 
     def alone(self, row: int, task: int) -> dict[str, Tensor]:
-        """What an expert says of one row."""
+        """Return the output of an expert for one row."""
         return fields(call(self.experts[task], self.batch([row])))
 
     def _build(self, experts: dict[str, PreTrainedModel]) -> RetexModel:
@@ -212,7 +212,7 @@ class Judge:
                     raise Deviation(f"{name} is not recovered: off by {off:.1e}")
 
     def _learn_places(self) -> None:
-        """Find out on the plain model where rows are, and what experts say of each alone."""
+        """Find out on the plain model where rows are in the output, and each expert's output for each row alone."""
         batch = fields(call(self.base, self.batch(range(LENGTH))))
         alone = [fields(call(self.base, self.batch([row]))) for row in range(LENGTH)]
         self.places, self.found["dependent"] = find_places(batch, alone)
@@ -260,7 +260,7 @@ class Judge:
             self.compare(output, [self.alone(row, task) for row, task in enumerate(tasks)], self.places)
 
     def _one_pass(self) -> None:
-        """All rows in one pass, which may be refused: group by group is not."""
+        """Run all rows in one pass, which may be refused, unlike group by group."""
         refusals = self.found["refusals"]
         self.found["refusals"] = []
         self.model.execution = "mixed"
@@ -280,7 +280,7 @@ class Judge:
         try:
             batch, parts = generate(self.experts[0], rows), [generate(self.experts[0], [row]) for row in rows]
             alone = [generate(self.experts[self.tasks[row]], [row]) for row in rows]
-        except Exception as problem:  # of the plain model: many have a way of their own
+        except Exception as problem:  # raised by the plain model: many generate in a way of their own
             says = f"{type(problem).__name__}: {first_line(problem)}"
             raise NotMade(f"the plain model does not generate: {says}") from problem
         if not isinstance(batch, Tensor) or len({part.shape for part in alone}) > 1:
@@ -292,7 +292,7 @@ class Judge:
         self.compare({"": found}, [{"": part} for part in alone], places)
 
     def _uneven(self) -> None:
-        """Rows with one, two and no images."""
+        """Test rows with one, two and no images."""
         recipe = replace(self.recipe, items=max(UNEVEN))
         rows = [recipe.row(row % 3, 30 + row, items=count) for row, count in enumerate(UNEVEN)]
         tasks = [0, 1, 2, 1]
@@ -320,7 +320,7 @@ class Judge:
         for task in TASKS:
             expected = fields(call(self.model, self.batch([0, 1, 2]), task=task))
             found = fields(call(loaded, self.batch([0, 1, 2]), task=task))
-            # Some models keep a field of an earlier call, which one that was just loaded has not had.
+            # Some models keep a field of an earlier call, which a model that was just loaded lacks.
             wrong = [path for path in expected if path in found and error(found[path], expected[path]) > TOLERANCE]
             if wrong and not self._is_kept_by_transformers():
                 raise NotMade(f"{wrong[0]} is another when transformers loads the plain model again")
@@ -328,7 +328,7 @@ class Judge:
                 raise Deviation(f"{wrong[0]} of {task} is another when the model is loaded again")
 
     def _is_kept_by_transformers(self) -> bool:
-        """Whether the plain model is the same when it is loaded again: some have weights that loading resets."""
+        """Return whether transformers reloads the plain model unchanged: loading resets some weights."""
         folder = self.folder.with_name("plain")
         self.base.save_pretrained(folder)
         loaded = type(self.base).from_pretrained(folder).eval()

@@ -3,10 +3,10 @@
     python examples/trust/classes.py --output classes.jsonl                      all of them, an hour or two on one core
     python examples/trust/classes.py --only LlavaModel "Qwen2.*" --verbose       those whose names match
 
-What a model says of every row of a mixed batch is compared with what the expert alone says of that row alone, field by
-field. Likewise identification, one pass, generation, rows with different numbers of images, and the model that is
-loaded again (`class_judge.py`). Every class runs in a process of its own. Results are kept as they come, so that a run
-goes on where another has stopped.
+Compares the model's output for every row of a mixed batch with the expert's output for that row alone, field by field.
+Also tests identification, one pass, generation, rows with different numbers of images, and the reloaded model
+(`class_judge.py`). Every class runs in a process of its own. Results are stored as they come, so that an interrupted
+run resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import re
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find `trust` from any working folder
 
 import torch
 import transformers
@@ -38,8 +37,8 @@ from trust.tally import Tally
 
 SECONDS = 60
 MEMORY = 6 << 30
-# Those that were hardest: images and prompts, patches, packed images, positions that depend on the content,
-# decoders that are asked in their own way, weights that are in no file.
+# The hardest ones: images and prompts, patches, packed images, positions that depend on the content, decoders with an
+# interface of their own, weights that are in no file.
 SHORT = (
     "AlignModel", "BlipForQuestionAnswering", "ColModernVBertForRetrieval", "DetrModel", "FlavaModel", "Florence2Model",
     "Glm4vVisionModel", "LightGlueForKeypointMatching", "MarianMTModel", "OneFormerModel", "Qwen3VLModel",
@@ -48,7 +47,7 @@ SHORT = (
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Judge those that are hardest to take apart, or the classes without a head of all kinds of models."""
+    """Judge the hardest classes, or the headless classes of all kinds of models."""
     work_dir.mkdir(parents=True, exist_ok=True)
     classes = prepare(SHORT if size == "short" else None)
     names = [name for name in classes if size == "short" or name.endswith("Model")]
@@ -56,7 +55,7 @@ def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = 
 
 
 def tally(findings: Iterable[Found]) -> Tally:
-    """Count what came out."""
+    """Count the outcomes."""
     counted = Tally("classes of transformers")
     for found in findings:
         problems = [f"{found['class']} at {problem['at']}: {problem['says']}" for problem in found["problems"]]
@@ -65,13 +64,13 @@ def tally(findings: Iterable[Found]) -> Tally:
 
 
 def kept(path: Path) -> list[Tally]:
-    """Count what an earlier run has written, the last of each class."""
+    """Count the results of an earlier run, the last of each class."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [tally({found["class"]: found for found in lines}.values())]
 
 
 def prepare(names: tuple[str, ...] | None = None) -> dict[str, type[PreTrainedModel]]:
-    """The classes, imported, and what every child begins with."""
+    """Return the classes, and import everything that every child needs."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -103,14 +102,15 @@ def in_child(cls: type[PreTrainedModel], work: Path) -> Found:
 
 def _limited(cls: type[PreTrainedModel], work: Path) -> Found:
     warnings.simplefilter("ignore")
-    signal.alarm(SECONDS)
+    # Processor time, so that other work on the machine changes nothing.
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = MEMORY + pages * resource.getpagesize()  # beyond what the parent has mapped already
+    limit = MEMORY + pages * resource.getpagesize()  # beyond the memory that the parent has mapped
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         with tempfile.TemporaryDirectory(dir=work) as folder:
             return judge(cls, Path(folder) / "saved")
-    except BaseException as problem:  # a child must not go on as its parent
+    except BaseException as problem:  # a child must not continue as its parent
         return _failed(cls, f"the trial itself: {type(problem).__name__}: {first_line(problem)} [{place_of(problem)}]")
 
 

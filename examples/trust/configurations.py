@@ -1,15 +1,15 @@
 """Hostile configurations: every key that could name a file, a repository or code, at every depth, on composite classes.
 
-A configuration of each composite class of transformers (and of those that wrap timm) is made, and then spoilt: a key
-that libraries resolve, with a path, a Hub id, an address or a class, in the outermost configuration or in one within
-it. Its model is then planned as that of an artifact is. What may come of it:
+Makes a configuration of each composite class of transformers (and of those that wrap timm), and then adds a key that
+libraries resolve, with a path, a Hub id, a URL or a class, in the outermost configuration or in a nested one. Plans its
+model as that of an artifact. Allowed outcomes:
 
 - refused: a `RetexError` of one sentence;
-- as if it were not there: what reaches the library is what reaches it without the key;
-- harmless: the model is made, and no file was opened, no request sent, no question asked, no code imported.
+- ignored: the library gets the same configuration as without the key;
+- harmless: the model is made, and no file was opened, no request sent, no prompt shown, no code imported.
 
-Everything else is a problem, also memory or time that nothing in the files needs. The files that are named are watched
-by the system (inotify), so that native code is seen too.
+Everything else is a problem, including memory or time that nothing in the files needs. The named files are watched by
+the system (inotify), which also sees access by native code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from trust.tally import Tally
 
 REFUSED, ABSENT, HARMLESS, WRONG = "refused", "as if it were not there", "harmless", "wrong"
 SECONDS, ROOM = 60, 6 << 30
-# Keys that transformers, timm or their readers resolve somewhere, besides the fields of a class that hold texts.
+# Keys that transformers, timm or their readers resolve somewhere, besides the text fields of a class.
 KEYS = (
     "auto_map", "transformers_weights", "_name_or_path", "name_or_path", "pretrained_model_name_or_path", "backbone",
     "architecture", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "custom_load", "file", "url",
@@ -62,9 +62,9 @@ SECTIONS = ("model_args", "backbone_kwargs", "text_config", "vision_config", "ba
 CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoBackbone", "AutoModelForSeq2SeqLM")
 SHORT = ("EncoderDecoderModel", "TimmWrapperModel")
 SIZES = re.compile(r"(num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth)$")
-# At every place: hostile values of each key, and keys that get a plain word.
+# Per nesting level: hostile values of each key, and keys that get a plain word.
 VALUES, WORDS = 3, 2
-# How many values that name something each class is tried with, drawn from all; another seed draws others.
+# Number of naming values to try on each class, drawn from all; another seed draws others.
 CASES = {"short": 300, "long": 60}
 BOMBS = (100_000, 10**9, 2**40)
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
@@ -72,7 +72,7 @@ WATCHED = ("builtins.input", "socket.connect", "socket.getaddrinfo", "subprocess
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Spoil two classes in many ways (`size="short"`), or all composite ones in some (`"long"`)."""
+    """Try many changes of two classes (`size="short"`), or some of all composite ones (`"long"`)."""
     names, bombs = Tally("hostile values in nested configurations"), Tally("huge numbers in nested configurations")
     classes = composite_classes() if size == "long" else [getattr(transformers, name) for name in SHORT]
     for cls in tqdm(classes, desc="Configurations", unit="class", disable=not progress):
@@ -100,7 +100,7 @@ def composite_classes() -> list[type[PreTrainedModel]]:
 
 
 def _in_process(cls: type, folder: Path, seed: int, count: int) -> Iterator[tuple[str, str, str | None]]:
-    """Try one class in a process of its own, so that a crash, a hang or a bomb is seen."""
+    """Try one class in a process of its own, so that a crash, a hang or excessive memory is noticed."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_try_class, args=(cls, folder, seed, count, theirs), daemon=True)
@@ -126,12 +126,12 @@ def _in_process(cls: type, folder: Path, seed: int, count: int) -> Iterator[tupl
 
 
 def _try_class(cls: type, folder: Path, seed: int, count: int, answers: Connection) -> None:
-    """Spoil the configuration of a class in so many ways, and send what came of each."""
+    """Spoil the configuration of a class in `count` ways, and send the outcome of each."""
     folder.mkdir(parents=True)
     containment._install()
     watcher = _Watcher(folder / "outside")
     made = _make(cls)
-    if made is None:  # a class that no configuration of defaults makes
+    if made is None:  # a class that cannot be made from default values
         return
     values, infos = made
     draw = random.Random(f"{seed} {cls.__name__}")
@@ -150,7 +150,7 @@ def _try_class(cls: type, folder: Path, seed: int, count: int, answers: Connecti
 def cases(
     cls: type, values: dict[str, Any], outside: Path, draw: random.Random
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Spoil a configuration: kind, description, the whole configuration."""
+    """Yield spoilt configurations: kind, description, the whole configuration."""
     evil = str(outside / "evil")
     texts = [
         f"{evil}.safetensors", evil, os.path.relpath(f"{evil}.json"), "org/repo", "hf-hub:org/repo",
@@ -168,11 +168,11 @@ def cases(
                 yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
         for key in draw.sample(
             sorted({*KEYS, *fields}), WORDS if fields else 0
-        ):  # which pass as words, so the model is made
+        ):  # these pass as words, so the model is made
             value = draw.choice(("gpt2", "bert-base-uncased", "resnet50"))
             yield "name", f"{'.'.join((*place, key))}={value!r}", _with(values, place, key, value)
         if place and "model_type" in _at(values, place):
-            # Of a class that does not fit there, so that transformers would look for the code.
+            # Types of a class that does not fit there, so that transformers would look for the code.
             for kind in ("vit", "gpt2", "t5", "wav2vec2", "evil"):
                 code = {name: "evil.Evil" for name in CODE}
                 spoilt = {"auto_map": code, "model_type": kind, "_name_or_path": str(outside)}
@@ -184,7 +184,7 @@ def cases(
 
 
 def _places(config_class: type, values: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Walk over the configuration and those within it, with the fields of each that hold texts."""
+    """Walk over the configuration and the nested ones, with the text fields of each."""
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
     yield place, {field.name for field in fields if "str" in str(field.type) and "dict" not in str(field.type)}
     for key, value in values.items():
@@ -219,7 +219,7 @@ def _with_all(values: dict[str, Any], place: tuple[str, ...], entries: dict[str,
 
 
 class _Described(Source):
-    """Weights of which only names and shapes are there: a plan asks for nothing else."""
+    """Weights that consist of names and shapes only: a plan needs nothing else."""
 
     def read(self, name: str) -> Tensor:
         raise AssertionError(f"{name} is read")
@@ -235,7 +235,7 @@ class _Trial:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """What reaches the library of the configuration as it was."""
+        """Return the original configuration as it reaches the library."""
         return vet_transformers_config(self.values, self.folder / "config.json", self.cls.config_class)
 
     def judge(self, spoilt: dict[str, Any], *, plan_always: bool) -> tuple[str, str | None]:
@@ -261,7 +261,7 @@ class _Trial:
 
 
 class _Watcher:
-    """Sees every file of a folder that is opened, and whatever containment lets through."""
+    """Watches every file of a folder that is opened, and every event that containment lets through."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.through = folder, []
@@ -272,7 +272,7 @@ class _Watcher:
         self.handle = libc.inotify_init1(IN_NONBLOCK)
         if self.handle < 0 or libc.inotify_add_watch(self.handle, os.fsencode(folder), IN_OPEN | IN_ACCESS) < 0:
             raise OSError(ctypes.get_errno(), "inotify")
-        # After the hook of containment, so this one sees only what that lets through.
+        # Added after the hook of containment, so that it sees only what containment lets through.
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -299,7 +299,7 @@ def _make(cls: type[PreTrainedModel]) -> tuple[dict[str, Any], dict[str, TensorI
             with torch.device("meta"):
                 tensors = cls(config).state_dict()
             return values, {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        except Exception:  # a default that does not go together, in whatever way the class says so
+        except Exception:  # inconsistent defaults raise any kind of error
             continue
     return None
 

@@ -1,8 +1,8 @@
-"""The process whose children are killed: it has imported everything, so that a child is at its work at once.
+"""The process whose children are killed. It has imported everything, so that a child starts its work at once.
 
 `trust.kills` starts it, and reads a line of JSON per kill. A child is a fork that does one job on a folder of its own.
-It is killed at a moment drawn at random, or by itself, right before its n-th change to the file system. The state that
-a kill leaves is looked at, then the job is done again, to its end.
+It is killed at a random moment, or kills itself right before its n-th change to the file system. The state after a kill
+is checked, then the job runs again to its end.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from .subjects import batch, bert, make_model, make_tokenizer, mixed_batch, text
 
 PREVIOUS, NEW = "previous intact", "new complete"
 OWNER, TEMPLATE = "me", "template"
-# Of the events that Python announces, those that change the file system; "open" does for some modes.
+# Python audit events that change the file system; "open" does for some modes.
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CARD = ("README.md", "figures")
-# Halves of downloads and of its notes, and the empty files with which the Hub's client tries what modes files get, and
-# whether there can be links.
+# Partial downloads and metadata of the Hub's client, and the empty files with which it probes file modes and links.
 LEFT_BY_THE_CLIENT = re.compile(
     r"cache/models--[^/]+/(blobs/([^/]+\.incomplete|tmp_[0-9a-f-]{36})|(refs|trees)/[^/]+\.tmp"
     r"|tmp[a-z0-9_]{8}(/dummy_file_(src|dst))?)"
 )
-# Seconds after which a child is killed because it hangs; a trial (two children, three looks) takes a few of them.
+# Seconds after which a hanging child is killed; a trial (two children, three checks) takes a few of them.
 LONGEST = 120
 
 
 @dataclass(frozen=True)
 class Place:
-    """A folder for one trial, and what all trials share."""
+    """The folder of one trial, and the data that all trials share."""
 
     folder: Path
     shared: Path
@@ -81,14 +80,14 @@ def build(place: Place, **options: object) -> None:
 
 
 def train(place: Place) -> None:
-    # The recipe in the artifact says where the states were, so all trials must call it the same.
+    # The recipe in the artifact records this path, so it must be the same in all trials.
     os.chdir(place.folder)
     schedule = {"steps": 8, "warmup_steps": 2, "checkpoint_every": 2, "checkpoint_dir": "checkpoints"}
     build(place, solver="adam", training=TrainingConfig(learning_rate=1e-2, **schedule))
 
 
 def recipe(place: Place) -> None:
-    """Build, sign and add a task, as `retex build` does: three steps, and one replacement."""
+    """Build, sign and add a task, as `retex build` does: three steps and one replacement."""
     texts_of = {task: str(place.shared / "texts" / f"{task}.txt") for task in ("red", "green", "blue")}
     added = {"add": "blue", "expert": place.expert("blue"), "data": {"blue": texts_of.pop("blue")}, "check_base": False}
     make(
@@ -148,11 +147,11 @@ def download(place: Place) -> None:
     RetexModel.from_pretrained(f"{OWNER}/{TEMPLATE}", cache_dir=str(place.folder / "cache"), token=TOKEN)
 
 
-# ---- what a job finds, and what it leaves ----------------------------------------------------------------------------
+# ---- states before and after a job -----------------------------------------------------------------------------------
 
 
 def digest(folder: Path, leave: tuple[str, ...] = ()) -> dict[str, str]:
-    """The content of all files of a folder."""
+    """Return the hashes of all files of a folder."""
     found = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
     return {
         name.as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -163,7 +162,7 @@ def digest(folder: Path, leave: tuple[str, ...] = ()) -> dict[str, str]:
 
 @torch.inference_mode()
 def answers(model: RetexModel) -> dict[str, str]:
-    """What a model answers to a mixed batch, told the tasks and not."""
+    """Return the answers of a model to a mixed batch, with the tasks given and unknown."""
     inputs = mixed_batch(make_tokenizer())
     found = {task: model(**inputs, task=task).logits for task in model.tasks}
     if model.signatures is not None:
@@ -172,7 +171,7 @@ def answers(model: RetexModel) -> dict[str, str]:
 
 
 def artifact_state(place: Place) -> dict:
-    """The folder must load; its answers and its files are its state."""
+    """Load the folder, and return its answers and its files as its state."""
     return {"answers": answers(RetexModel.from_pretrained(place.target)), "files": digest(place.target)}
 
 
@@ -181,13 +180,13 @@ def folder_state(place: Place) -> dict:
 
 
 def hub_state(place: Place) -> dict:
-    """What the repository's main branch holds, but for the card, which names the repository."""
+    """Return the contents of the repository's main branch, without the card, which names the repository."""
     files = Repository.open(place.hub / OWNER / place.repository).files("main")
     return {name: blob for name, blob in files.items() if name.split("/")[0] not in CARD}
 
 
 def cache_state(place: Place) -> dict:
-    """What loads without the Hub: all of it, or nothing."""
+    """Return the state that loads without the Hub: all of it, or nothing."""
     options = {"cache_dir": str(place.folder / "cache"), "local_files_only": True}
     try:
         return answers(RetexModel.from_pretrained(f"{OWNER}/{TEMPLATE}", **options))
@@ -197,7 +196,7 @@ def cache_state(place: Place) -> dict:
 
 @dataclass(frozen=True)
 class Job:
-    """What is done, what its state is, and from which of the shared folders its target starts."""
+    """A job: its function, the function that reads its state, and the shared folder that its target starts from."""
 
     run: Callable[[Place], None]
     state: Callable[[Place], dict] = artifact_state
@@ -220,7 +219,7 @@ JOBS = {
 
 
 def prepare(shared: Path) -> None:
-    """All that trials start from, here and on the Hub."""
+    """Prepare the data that trials start from, here and on the Hub."""
     prepare_folders(shared)
     model = RetexModel.from_pretrained(shared / "previous")
     model.export_lora("green", shared / "adapter")
@@ -228,7 +227,7 @@ def prepare(shared: Path) -> None:
 
 
 def prepare_folders(shared: Path) -> None:
-    """Base, experts, texts of their tasks, an artifact of two tasks and another of three."""
+    """Make base, experts, texts of their tasks, an artifact of two tasks and another of three."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     base, experts = bert(tokenizer)
@@ -244,7 +243,7 @@ def prepare_folders(shared: Path) -> None:
 
 
 def begin(job: Job, folder: Path, shared: Path, hub: Path) -> Place:
-    """A place where nothing has been done yet."""
+    """Make a fresh folder for a trial."""
     (folder / "tmp").mkdir(parents=True)
     place = Place(folder, shared, hub)
     if job.start is not None:
@@ -263,12 +262,12 @@ def end(place: Place) -> None:
 
 
 def fork(job: Job, place: Place, at_change: int | None = None) -> int:
-    """Start a child; it kills itself before change number `at_change`, or else says how many it made."""
+    """Start a child; it kills itself before change number `at_change`, or else reports how many it made."""
     child = os.fork()
     if child:
         return child
     code = 1
-    signal.alarm(LONGEST)  # a fork has no alarm of its own
+    signal.alarm(LONGEST)  # a fork does not inherit the alarm
     try:
         log = os.open(place.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -291,7 +290,7 @@ def _count_changes(place: Place, at_change: int | None) -> list[str]:
     def hook(event: str, arguments: tuple) -> None:
         if event == "open":
             path, _, flags = arguments
-            # A name without a path is one in a folder that is held open.
+            # A name without a path is relative to an open folder.
             near = isinstance(path, str) and (os.path.abspath(path).startswith(root) or os.sep not in path)
             if not (near and flags & WRITING):
                 return
@@ -306,7 +305,7 @@ def _count_changes(place: Place, at_change: int | None) -> list[str]:
 
 
 def wait(child: int, seconds: float | None = None) -> int:
-    """Let a child end, or kill it after so many seconds; returns how it ended (negative: by that signal)."""
+    """Wait for a child, or kill it after `seconds`; return its exit status (negative: the signal)."""
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
@@ -321,7 +320,7 @@ def wait(child: int, seconds: float | None = None) -> int:
 
 @dataclass(frozen=True)
 class Course:
-    """A job that nobody disturbed."""
+    """The undisturbed run of a job."""
 
     before: dict
     after: dict
@@ -346,13 +345,13 @@ def _must_end(job: Job, place: Place) -> None:
 
 
 def _listing(place: Place) -> set[str]:
-    """All there is in a place, but for what a killed huggingface_hub leaves in its own cache."""
+    """Return all files of a trial's folder, except those that a killed huggingface_hub leaves in its own cache."""
     names = {file.relative_to(place.folder).as_posix() for file in place.folder.rglob("*")}
     return {name for name in names if not LEFT_BY_THE_CLIENT.fullmatch(name)}
 
 
 def trial(job: Job, place: Place, course: Course, *, seconds: float | None, at_change: int | None) -> str:
-    """Kill a job once; returns what was there afterwards. Raises where that is neither the one nor the other."""
+    """Kill a job once and return the state found afterwards. Raise if it is neither the old nor the new one."""
     child = fork(job, place, at_change)
     wait(child, seconds)
     state = job.state(place)
@@ -378,7 +377,7 @@ def _must_be_refused(folder: Path) -> None:
 
 
 def moments(course: Course, kills: int | None, draw: random.Random) -> Iterator[dict]:
-    """When to kill: two times of three before a change to the file system (None: before each), else at a drawn time."""
+    """Yield moments to kill at: two of three before a file system change (None: before each), else at random."""
     changes = range(course.changes)
     chosen = changes if kills is None else sorted(draw.sample(changes, kills - kills // 3))
     for change in chosen:
@@ -388,9 +387,9 @@ def moments(course: Course, kills: int | None, draw: random.Random) -> Iterator[
 
 
 def run(work: Path, hub: Path, plan: dict[str, int | None], seed: int) -> None:
-    """Do all trials of a plan, `{job: kills}`, and print a line of JSON for each."""
+    """Run all trials of a plan, `{job: kills}`, and print a line of JSON for each."""
     torch.set_num_threads(1)
-    # Bars have a lock that forks share: a child that is killed with it in its hands would stop its parent.
+    # Progress bars have a lock that forks share: a child killed while holding it would block its parent.
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0
     shared = work / "shared"
@@ -404,7 +403,7 @@ def run(work: Path, hub: Path, plan: dict[str, int | None], seed: int) -> None:
         for number, moment in enumerate(moments(course, kills, draw)):
             place = begin(job, work / f"trial-{number}", shared, hub)
             result: dict[str, str | None] = {"job": name, "problem": None}
-            signal.alarm(4 * LONGEST)  # whatever hangs here, even below Python, ends the process, which `kills` reports
+            signal.alarm(4 * LONGEST)  # if anything hangs here, even below Python, end the process; `kills` reports it
             try:
                 result["outcome"] = trial(job, place, course, **moment)
             except Exception as error:

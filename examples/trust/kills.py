@@ -1,7 +1,7 @@
-"""Is anything lost when a process is killed? Real processes, killed with SIGKILL at many moments of every job.
+"""Loss of data when a process is killed: real processes, killed with SIGKILL at many moments of every job.
 
-After a kill the folder must load, with all files and answers of what was there before or of what the job makes. Nothing
-that the kill has left may be taken for an artifact. The job, done again, must end as if nothing had happened, and leave
+After a kill the folder must load, with all files and answers either of the old state or of the job's result. Leftovers
+of the kill must not be taken for an artifact. The job, run again, must end as if nothing had happened, and leave
 nothing else behind.
 """
 
@@ -33,7 +33,7 @@ LONG = dict.fromkeys((*SHORT, "card", "export", "download"))
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Kill every job, a few times (`size="short"`) or wherever it changes the file system (`"long"`)."""
+    """Kill every job, a few times (`size="short"`) or before every change to the file system (`"long"`)."""
     plan = {"short": SHORT, "long": LONG}[size]
     tallies = {name: Tally(f"kill: {name}") for name in plan}
     work, repositories, log = work_dir / "work", work_dir / "hub", work_dir / "log"

@@ -1,8 +1,9 @@
-"""Is anything touched that a link leads to? Links, pipes, sockets and folders, planted where jobs write and remove.
+"""Planted links, pipes, sockets and folders at names that jobs write and remove: the targets of links must stay
+untouched.
 
-Every name that a job writes, renames or removes is learned by watching it. At each of them something is planted that a
-clone or an archive could bring, and the job is done, as root and as another user. It must be refused in one sentence,
-with the target as it was, or be done, with the right answers. Nothing that a link leads to may be changed, removed or
+Every name that a job writes, renames or removes is recorded by watching it. At each of them something is planted that a
+clone or an archive could contain, and the job runs, as root and as another user. It must be refused in one sentence,
+with the target unchanged, or succeed, with the right answers. Nothing that a link leads to may be changed, removed or
 read in; nothing may hang.
 """
 
@@ -36,7 +37,7 @@ LONG = dict.fromkeys(
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Plant at a few names (`size="short"`) or at more (`"long"`); as this user, and by root as another one."""
+    """Plant at a few names (`size="short"`) or at more (`"long"`); as this user, and as another one if this is root."""
     plan = {"short": SHORT, "long": LONG}[size]
     users = {os.geteuid(): ""} | ({NOBODY: ", as another user"} if os.geteuid() == 0 else {})
     tallies = {(name, user): Tally(f"links: {name}{words}") for user, words in users.items() for name in plan}
@@ -61,7 +62,7 @@ def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = 
 
 @contextmanager
 def _reachable() -> Iterator[Path]:
-    """A temporary folder that another user can enter, too; those of tests are closed."""
+    """Yield a temporary folder that another user can enter too; those of tests are closed."""
     place = Path(tempfile.mkdtemp())
     try:
         place.chmod(0o755)

@@ -1,7 +1,7 @@
-"""Hostile patterns, names, cards and metadata: each is answered rightly or refused, in bounded time.
+"""Hostile patterns, names, cards and metadata: each is answered correctly or refused, in bounded time.
 
-What comes from strangers and is looked for or taken apart: patterns of adapters (compared with Python's `re` on names
-that are short enough for it), globs, cards of a megabyte, metadata of odd types, and nested JSON.
+Covers untrusted text that is matched or parsed: patterns of adapters (compared with Python's `re` on names that are
+short enough for it), globs, cards of a megabyte, metadata of odd types, and nested JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retex_hf.utils.strict_files import parse_json
 from trust.bounded import Answer, Bounded
 from trust.tally import Tally
 
-# No case takes a tenth of that on a machine that has nothing else to do.
+# No case takes a tenth of that on an idle machine.
 SECONDS, MEGABYTES, ROOM = 60.0, 400, 2 << 30
 
 PIECES = (
@@ -42,11 +42,11 @@ LONG_NAMES = (
     "a" * 1000, "a." * 500, "a" * 999 + "b", "a " * 500, ".base_layer" * 90, "!" * 1000, "0.a" * 333, "a\n" * 500,
 )  # fmt: skip
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
+# ---- questions -------------------------------------------------------------------------------------------------------
 
 
 def _patterns(draw: random.Random) -> Iterator[tuple[str, Any]]:
-    """Random patterns on short names, of which `re` knows the answer."""
+    """Yield random patterns on short names, whose answer `re` gives."""
     while True:
         text = "".join(draw.choice(PIECES) for _ in range(draw.randint(1, 6)))
         names = ["".join(draw.choice("ab.0_\n") for _ in range(draw.randint(0, 7))) for _ in range(20)]
@@ -54,7 +54,7 @@ def _patterns(draw: random.Random) -> Iterator[tuple[str, Any]]:
 
 
 def _bombs(draw: random.Random) -> Iterator[tuple[str, Any]]:
-    """Patterns and names that keep a matcher busy."""
+    """Yield patterns and names that take a backtracking matcher very long."""
     pairs = list(product(BOMBS, LONG_NAMES))
     draw.shuffle(pairs)
     yield from (("bomb", ([bomb], [name])) for bomb, name in pairs)
@@ -82,7 +82,7 @@ MEGABYTE = 1_000_000
 
 
 def _cards(draw: random.Random) -> Iterator[tuple[str, Any]]:
-    """Cards of a megabyte, of one mark or of several."""
+    """Yield cards of a megabyte, of one mark or of several."""
     yield from (("card", mark * (MEGABYTE // len(mark))) for mark in MARKS)
     while True:
         some = "".join(draw.choice(MARKS) for _ in range(draw.randint(2, 30)))
@@ -114,14 +114,14 @@ def _metadata(draw: random.Random) -> Iterator[tuple[str, Any]]:
 
 
 def _nested(draw: random.Random) -> Iterator[tuple[str, Any]]:
-    """JSON of any depth, read by a thread with a small stack."""
+    """Yield JSON of any depth, to be read by a thread with a small stack."""
     while True:
         levels = draw.choice((1, 10, 60, 64, 65, 100, 1000, 10_000, 1_000_000))
         start, end = draw.choice((("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('["\\"]",', "]")))
         yield "json", (start, end, levels, draw.random() < 0.7)
 
 
-# How many questions of each kind are asked in the short form, and in the long one.
+# Number of questions of each kind in the short form, and in the long one.
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[tuple[str, Any]]], int, int]] = {
     "random patterns of adapters": (_patterns, 60, 2000),
     "pattern bombs": (_bombs, 5, 300),
@@ -131,7 +131,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[tuple[str, Any]]], int
     "nested JSON": (_nested, 15, 200),
 }
 
-# ---- what is answered ------------------------------------------------------------------------------------------------
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def answer(question: tuple[str, Any]) -> Answer:
@@ -163,7 +163,7 @@ def _match_bombs(given: tuple[list[str], list[str]]) -> str:
 
 
 def _glob(given: tuple[str, str]) -> str:
-    """Compared with a table of which part matches which."""
+    """Compare a glob with a table of which part matches which."""
     text, name = given
     row = [True] + [False] * len(name)
     for char in text:
@@ -181,7 +181,7 @@ GENERATED = "<!-- retex:a -->\ngenerated\n<!-- /retex:a -->\n"
 
 
 def _card(card: str) -> str:
-    sections.split(card, "README.md")  # which alone may refuse
+    sections.split(card, "README.md")  # only this call may refuse
     try:
         once = sections.update(card, FRESH, GENERATED, "README.md")
         twice = sections.update(once, FRESH, GENERATED, "README.md")
@@ -200,7 +200,7 @@ def _odd_metadata(card: str) -> str:
     after, *_ = sections.split(once, "README.md")
     for key, value in before.items():
         if isinstance(value, list) and isinstance(FRESH.get(key), list):
-            after[key] = after[key][: len(value)]  # ours are added to the person's
+            after[key] = after[key][: len(value)]  # our values are appended to the user's
         _right(after.get(key) == value, f"{key!r} has become {str(after.get(key))[:100]}")
     return "right"
 
@@ -235,7 +235,7 @@ ANSWERS: dict[str, Callable[[Any], str]] = {
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Ask so many questions of each kind."""
+    """Ask a number of questions of each kind."""
     tallies = []
     with Bounded(answer, seconds=SECONDS, room=ROOM) as process:
         for name, (make, short, long) in KINDS.items():

@@ -1,9 +1,9 @@
 """Damaged and forged artifacts: each is refused with a sentence that names the file, or loads with the same outputs.
 
-Every mutant (`mutations.py`) is loaded in a process of its own, so that a crash or a hang is seen, under a limit of
-memory. What may come of it:
+Every mutant (`mutations.py`) is loaded in a process of its own, so that a crash or a hang is noticed, under a limit of
+memory. Allowed outcomes:
 
-- refused: a `RetexError` that names the file (of forged ones: the file, or the key of the configuration);
+- refused: a `RetexError` that names the file (for forged ones: the file, or the key of the configuration);
 - harmless: it loads, and all outputs are the same, bit for bit;
 - another model (forged ones only): it loads, runs, and its outputs are finite numbers. Its author could have saved it.
 
@@ -33,7 +33,7 @@ from trust.subjects import TASKS, make_model, make_tokenizer, moved, texts
 from trust.tally import Tally
 
 REFUSED, HARMLESS, ANOTHER = "refused", "harmless", "another model"
-# How long a mutant may take to load, and how much more memory than what the worker has when it is warm.
+# Limit of the time to load a mutant, and of memory beyond that of the warm worker.
 SECONDS, MEGABYTES = 60.0, 500
 ROOM = 8 << 30
 IMAGE = {"layers": 2, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
@@ -43,7 +43,7 @@ OPEN_CLIP = {"embed_dim": 8, "vision_cfg": IMAGE, "text_cfg": TEXT}
 
 @dataclass(frozen=True)
 class Subject:
-    """An artifact to make mutants of: how to make it with other numbers (by seed), and how many mutants to make."""
+    """An artifact to make mutants of: how to make it with other numbers (by seed), and the number of mutants."""
 
     name: str
     make: Callable[[Path, int], None]
@@ -58,7 +58,7 @@ def _saved(family: str, shard_size: str = "5GB", **config: Any) -> Callable[[Pat
             for parameter in (*model.model.parameters(), *model.recovery.parameters()):
                 if seed and parameter.is_floating_point():
                     parameter.mul_(1 + 0.01 * seed)
-        make_tokenizer().save_pretrained(folder)  # first: what lies in the folder is recorded
+        make_tokenizer().save_pretrained(folder)  # before saving, which records all files in the folder
         model.save_pretrained(folder, max_shard_size=shard_size)
 
     return make
@@ -133,7 +133,7 @@ def _try_all(tally: Tally, worker: Bounded, folder: Path, other: Path, count: in
 
 
 def judge(mutant: Mutant, answer: dict[str, Any], expected: str) -> tuple[str, str | None]:
-    """The outcome of a mutant, and what is wrong with it, if anything."""
+    """Return the outcome of a mutant, and the problem, if any."""
     wrong = answer.get("wrong")
     if wrong is None and answer["megabytes"] > MEGABYTES:
         wrong = f"took {answer['megabytes']} MB"
@@ -153,10 +153,10 @@ def judge(mutant: Mutant, answer: dict[str, Any], expected: str) -> tuple[str, s
 
 @torch.no_grad()
 def outputs(folder: Path) -> Answer:
-    """A `digest` of all that a model of an artifact answers to a few inputs, and whether all numbers are `finite`.
+    """Return a `digest` of a model's answers to a few inputs, and whether all numbers are `finite`.
 
-    Rows are identified, recovered with a task named, labelled, and generated; texts pass through the tokenizer that
-    lies in the folder.
+    Rows are identified, recovered with a given task, labelled, and generated; texts pass through the tokenizer in the
+    folder.
     """
     model = RetexModel.from_pretrained(folder)
     seen: list[Any] = [model.tasks]

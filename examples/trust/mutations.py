@@ -1,9 +1,9 @@
-"""Ways to damage an artifact, or to forge one: what `mutants.py` tries.
+"""Ways to damage or to forge an artifact, for `mutants.py`.
 
-A mutation changes a copy of an artifact's folder, and says which names a refusal has to mention. *Stale* ones leave the
-recorded checksums as they were: damage, mixed-up files. *Resealed* ones record them anew, as a malicious author would.
-Resealed are only changes of structure: names, shapes, dtypes, types, sizes, references. Other numbers in well-formed
-files are another model, which its author has every right to publish.
+A mutation changes a copy of an artifact's folder, and lists the names of which a refusal must mention one. *Stale*
+mutations leave the recorded checksums as they were: damage, mixed-up files. *Resealed* ones record them anew, as a
+malicious author would. Resealed are only changes of structure: names, shapes, dtypes, types, sizes, references. Other
+numbers in well-formed files make another model, which its author may publish.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from retex_hf.checkpoints.tokenizer_files import is_side_file
 from retex_hf.config import CONFIG_NAME
 
 CARD = "README.md"
-# Values to put in the place of others: of other types, huge, negative, empty, or leading out of the folder.
+# Replacement values: of other types, huge, negative, empty, or leading out of the folder.
 VALUES = (
     None, True, False, 0, -1, 3, 10**9, 2**31, 2**63, -(2**63), 10**30, 1e308, 0.5, "", "x", "../../x", "/etc/passwd",
     "a\0b", "x" * 5000, [], [1], [None], {}, {"a": 1}, [[[]]], "float16", "int8",
 )  # fmt: skip
-# Of the configurations of models: what their shapes follow from. Everything else is the model's own business.
+# Keys of model configurations that determine shapes. All other keys are up to the model.
 SHAPE_KEYS = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size",
     "max_position_embeddings", "type_vocab_size", "d_model", "d_ff", "d_kv", "num_layers", "num_decoder_layers",
     "id2label", "embed_dim", "width", "layers", "patch_size", "image_size", "context_length", "vision_cfg", "text_cfg",
     "model_cfg", "weight_map", "relative_attention_num_buckets", "tie_word_embeddings",
 )  # fmt: skip
-# Of ours: all that describes files and tensors, and what they are checked by.
+# Keys of our configuration that describe files and tensors, and how they are checked.
 OWN_KEYS = (
     "artifact", "tasks", "labels", "rank", "task_embedding_dim", "recovery", "recovery_dtype", "factor_order",
     "routing", "signatures", "feature_source", "feature_pooling", "trunk", "experts", "heads", "temperature",
     "num_reference",
 )  # fmt: skip
-# Files that would be read with an artifact if nothing looked.
+# Files that would be read with an artifact if nothing checked for them.
 STRAYS = {
     "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "target_modules": ["query"]}',
     "adapter_model.safetensors": b"\x02\0\0\0\0\0\0\0{}",
@@ -64,7 +64,7 @@ STRAYS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of an artifact: `apply` makes it in a folder; a refusal has to mention one of `mentions`."""
+    """One change of an artifact: `apply` makes it in a folder; a refusal must mention one of `mentions`."""
 
     family: str
     what: str
@@ -77,7 +77,7 @@ class Mutant:
 
 
 def reseal(folder: Path, *names: str) -> None:
-    """Record files of a folder as they are now (without names: all that are recorded), and the configuration."""
+    """Record files of a folder as they are now (without names: all recorded ones), and the configuration."""
     path = folder / CONFIG_NAME
     values = json.loads(path.read_text(encoding="utf-8"))
     names = tuple(name for name in names or values["artifact"]["files"] if name != CONFIG_NAME)
@@ -88,13 +88,13 @@ def reseal(folder: Path, *names: str) -> None:
 
 
 def files_of(folder: Path) -> list[str]:
-    """All files of an artifact, but not its card, which is not read."""
+    """Return all files of an artifact, except its card, which is not read."""
     names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
     return [name for name in names if name != CARD and not name.startswith("figures/")]
 
 
 def mutants(folder: Path, other: Path, count: int, seed: int) -> Iterator[Mutant]:
-    """So many mutants of an artifact, all kinds in turn; `other` is one of the same shapes, of other numbers."""
+    """Yield `count` mutants of an artifact, alternating all kinds; `other` has the same shapes and other numbers."""
     draw = random.Random(seed)
     kinds = [*KINDS]
     for index in range(count):
@@ -105,7 +105,7 @@ def mutants(folder: Path, other: Path, count: int, seed: int) -> Iterator[Mutant
 
 
 def _bytes(folder: Path, other: Path, draw: random.Random) -> Mutant:
-    """A few bytes of a file changed, added, lost, moved."""
+    """Change, add, remove or move a few bytes of a file."""
     name = draw.choice(files_of(folder))
     content = (folder / name).read_bytes()
     length, start, size = len(content), draw.randrange(len(content)), draw.choice((1, 2, 7, 64, 512))
@@ -138,7 +138,7 @@ def _write(name: str, content: bytes) -> Callable[[Path], None]:
 
 
 def _files(folder: Path, other: Path, draw: random.Random) -> Mutant:
-    """Whole files lost, exchanged, added, or replaced by something that is no file."""
+    """Remove, exchange or add whole files, or replace them by something that is not a file."""
     names = files_of(folder)
     name, second = draw.sample(names, 2)
     same = [found for found in names if (other / found).is_file() and found != CONFIG_NAME]
@@ -178,7 +178,7 @@ def _files(folder: Path, other: Path, draw: random.Random) -> Mutant:
 
 
 def _headers(folder: Path, other: Path, draw: random.Random) -> Mutant:
-    """A header that lies about its tensors."""
+    """Make a header disagree with its tensors."""
     name = draw.choice([found for found in files_of(folder) if found.endswith(".safetensors")])
     content = (folder / name).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -225,10 +225,10 @@ def _headers(folder: Path, other: Path, draw: random.Random) -> Mutant:
 
 
 def _values(folder: Path, other: Path, draw: random.Random) -> Mutant:
-    """A value of a configuration replaced, lost, renamed or given twice."""
+    """Replace, remove, rename or repeat a value of a configuration."""
     resealed = draw.random() < 0.6
     names = [found for found in files_of(folder) if found.endswith(".json") and not (resealed and is_side_file(found))]
-    # Ours has the most to say.
+    # Prefer our configuration, which has the most keys.
     name = CONFIG_NAME if draw.random() < 0.5 else draw.choice(names)
     values = json.loads((folder / name).read_text(encoding="utf-8"))
     allowed = OWN_KEYS if name == CONFIG_NAME else SHAPE_KEYS
@@ -259,7 +259,7 @@ def _values(folder: Path, other: Path, draw: random.Random) -> Mutant:
         place[marker] = 0
         del place[key]
         text = json.dumps(values).replace(f"{json.dumps(marker)}: 0", added)
-        resealed = False  # no two readers agree on such a text, so there is nothing to seal
+        resealed = False  # readers disagree on such a text, so there is nothing to seal
     encoded = json.dumps(values) if text is None else text
     where = ".".join(map(str, path))
     what = f"{name}: {brief(where)} {how}" + (f" by {brief(place[key])}" if how == "replaced" else "")
@@ -273,7 +273,7 @@ def brief(value: Any) -> str:
 
 
 def _named(name: str) -> tuple[str, ...]:
-    """A refusal may name a file, or the shards that it is one of."""
+    """Return the names that a refusal may mention: the file, or the shards that it is one of."""
     stem = name.split(".")[0].split("-0")[0]
     return (name, f"{stem}*", f"{stem}.")
 
@@ -292,7 +292,7 @@ KINDS = (_bytes, _files, _headers, _values, _bytes, _headers, _values, _values)
 
 
 def copy_artifact(folder: Path, copy: Path) -> None:
-    """A fresh copy, in the place of the last one."""
+    """Make a fresh copy, replacing the last one."""
     if copy.is_symlink() or copy.exists():
         shutil.rmtree(copy)
     shutil.copytree(folder, copy, symlinks=True, copy_function=shutil.copyfile)

@@ -1,7 +1,7 @@
-"""Odd numbers and odd inputs, each tried on every family: it must give what odd_inputs.md says, or be refused so.
+"""Odd numbers and odd inputs, each tried on every family, with the result or the refusal that odd_inputs.md states.
 
-Nothing may be NaN that has a value, no warning may be given, and no error may escape that is not this library's own (or
-the wrapped model's, where an input is one that the model itself cannot take).
+Nothing that has a value may be NaN, no warning may be given, and no error may escape that is not this library's own (or
+the wrapped model's, for an input that the model itself cannot take).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXECUTIONS = ("auto", "grouped", "mixed")
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Every case on one family; in the long form on every family, with several seeds and every way to run a batch."""
+    """Try every case on one family; in the long form on every family, with several seeds and every execution mode."""
     if size == "long":
         ways = [(number, execution) for number in range(seed, seed + SEEDS) for execution in EXECUTIONS]
         trials = [(case, family, *way) for case in CASES for family in case.families for way in ways]
@@ -38,12 +38,12 @@ def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = 
 
 
 def one_family_each(cases: Sequence[Case]) -> list[tuple[Case, str]]:
-    """The families take turns."""
+    """Assign one family to each case, in rotation."""
     return [(case, case.families[number % len(case.families)]) for number, case in enumerate(cases)]
 
 
 def attempt(case: Case, subject: Subject) -> str | None:
-    """What is wrong with a case, and how to see it again."""
+    """Return what is wrong with a case, and how to reproduce it."""
     where = f"{case.name} (family={subject.family!r}, seed={subject.seed}, execution={subject.execution!r})"
     try:
         with warnings.catch_warnings():

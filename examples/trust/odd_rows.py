@@ -1,4 +1,4 @@
-"""Inputs that are odd: none, one, too long, no numbers, equal, far from everything."""
+"""Cases of odd inputs: none, one, too long, not finite, equal, out-of-distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THRESHOLD = (0.97, 1.0)
 
 
 def broken(subject: Subject, value: float) -> dict[str, torch.Tensor]:
-    """Two rows of every task, the fourth of which holds something that is no number."""
+    """Return two rows of every task, the fourth of which holds a value that is not finite."""
     rows = subject.embedded(subject.rows())
     rows["inputs_embeds"][3] = value
     return rows
@@ -41,7 +41,7 @@ def fewer_than_rank(subject: Subject) -> None:
     model = subject.build(signature_rank=40)
     model.fit_signatures({task: [subject.texts(task, 6)] for task in TASKS}, progress=False)
     holds(model.signatures.basis.shape[1] == 5, f"{model.signatures.basis.shape[1]} dimensions of 6 references")
-    # They lie in their own subspace; what is held out does not.
+    # References lie in their own subspace; held-out inputs do not.
     own = torch.stack([model.identify(**subject.texts(task, 6)).residuals[:, i] for i, task in enumerate(TASKS)])
     thresholds = model.signatures.thresholds(1.0, 1.0)
     holds((own.amax(1) < thresholds).all(), f"{own.amax(1)} and {thresholds}")
@@ -52,7 +52,7 @@ def equal_references(subject: Subject) -> None:
     model = subject.build(routing=FAR)
     one = {task: {k: v[:1].expand(24, -1) for k, v in subject.texts(task, 1).items()} for task in TASKS}
     model.fit_signatures({task: [rows] for task, rows in one.items()}, progress=False)
-    # Beside a longer text they are padded: the same numbers, but for rounding.
+    # Beside a longer text they are padded: the same numbers, up to rounding.
     longer = batch(subject.tokenizer, [texts(task, 1)[0] for task in TASKS] + [" ".join(texts("blue", 5))])
     found = model.identify(**longer)
     holds(found.tasks[:3] == list(TASKS) and not found.abstained[:3].any(), f"the same again: {found}")
@@ -68,7 +68,7 @@ def constant_features(subject: Subject) -> None:
     model = subject.signed(routing=FAR)
     rows = subject.rows()
     found = model.identify(**rows)
-    # Nothing tells the tasks apart: all rows go to one task, none is far, and nothing is NaN.
+    # Nothing separates the tasks: all rows go to one task, none is out-of-distribution, and nothing is NaN.
     holds(len(set(found.tasks)) == 1 and not found.abstained.any(), f"{found}")
     same(found.probabilities, torch.full((6, 3), 1 / 3), "probabilities", 1e-3)
 
@@ -108,7 +108,7 @@ def too_long(subject: Subject) -> None:
     model = subject.signed()
     rows, before = subject.rows(), subject.answer(model, subject.rows())
     long = {name: value.repeat(1, 20) for name, value in rows.items()}
-    if subject.family == "bert":  # the wrapped model's own error (in one pass, ours that quotes it), and no harm done
+    if subject.family == "bert":  # the wrapped model's own error (in one pass, ours quotes it), without side effects
         own = (IndexError, RuntimeError, RetexError)
         refused(lambda: subject.answer(model, long), by=own)
         refused(lambda: subject.answer(model, long, task="red"), by=own)
@@ -154,7 +154,7 @@ def half_overflow(subject: Subject) -> None:
     rows["inputs_embeds"][2] = 6e4
     rows["inputs_embeds"][2, :, ::2] = -6e4
     features = model._extractor([model.signatures.feature_layer])(rows)[model.signatures.feature_layer]
-    if features.isfinite().all():  # normalisation in float32 may save it; then it must be answered
+    if features.isfinite().all():  # normalisation in float32 may keep it finite; then it must be answered
         model.identify(**rows)
         rows["inputs_embeds"][2] = torch.inf
     refused(lambda: model.identify(**rows), "row 2", by=InputError)

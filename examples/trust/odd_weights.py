@@ -1,4 +1,4 @@
-"""Experts whose numbers are odd: narrow, denormal, huge, equal, few, many."""
+"""Cases of experts with odd numbers: narrow, denormal, huge, equal, few, many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANY = 50
 
 
 def experts_come_back(subject: Subject, model: RetexModel, tolerance: float = 1e-4) -> None:
-    """Every task's answers are those of its expert."""
+    """Check that every task's answers are those of its expert."""
     rows = subject.rows()
     for task in model.tasks:
         expert = subject.experts[task].float()
@@ -260,7 +260,7 @@ def gradients(subject: Subject) -> None:
         model = subject.build(experts)
         model.recovery.requires_grad_(True)
         model.train()
-        model.execution = "auto"  # one pass is refused in training
+        model.execution = "auto"  # one pass is refused in training mode
         rows = subject.texts("red", 3)
         labels = torch.zeros(3, dtype=torch.long) if subject.family == "bert" else torch.ones(3, 2, dtype=torch.long)
         loss = model(**rows, labels=labels, task="red").loss

@@ -1,4 +1,4 @@
-"""What the cases of odd numbers and odd inputs are written with: a subject to try them on, and a list of them."""
+"""Tools for the cases of odd numbers and odd inputs: a subject to try them on, and their registry."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FAR = {"method": "hard", "far": "merged"}
 
 
 class Wrong(AssertionError):
-    """A case gave what it must not give."""
+    """A case gave a result that it must not give."""
 
 
 @dataclass
 class Subject:
-    """Base and experts of one family, as fresh copies: a case may spoil them."""
+    """Base and experts of one family, as fresh copies that a case may change."""
 
     family: str
     seed: int = 0
@@ -37,14 +37,14 @@ class Subject:
         self.base, self.experts = FAMILIES[self.family](self.tokenizer)
 
     def build(self, experts: Mapping[str, nn.Module] | None = None, **config: Any) -> RetexModel:
-        """A model without signatures. Tiny random experts are too far from their base to pass for related."""
+        """Build a model without signatures. Tiny random experts are too far from their base to pass for related."""
         options = RetexConfig(**{"rank": 4, "feature_layer": 0, **config})
         model = RetexModel.from_experts(self.base, experts or self.experts, options, progress=False, check_base=False)
         model.execution = self.execution
         return model
 
     def signed(self, experts: Mapping[str, nn.Module] | None = None, **config: Any) -> RetexModel:
-        """A model that knows the texts of each task."""
+        """Build a model with signatures of the texts of each task."""
         model = self.build(experts, **config)
         references = {task: [self.texts(task, 24)] for task in model.tasks}
         model.fit_signatures(references, progress=False)
@@ -54,17 +54,17 @@ class Subject:
         return batch(self.tokenizer, texts(task, rows, seed))
 
     def rows(self, seed: int = 1) -> dict[str, Tensor]:
-        """Two rows of every task."""
+        """Return two rows of every task."""
         return mixed_batch(self.tokenizer, 2, seed)
 
     def embedded(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same rows as vectors, which can hold any number."""
+        """Return the same rows as vectors, which can hold any number."""
         vectors = self.base.get_input_embeddings()(rows["input_ids"]).detach()
         return {"inputs_embeds": vectors, "attention_mask": rows["attention_mask"]}
 
     @torch.no_grad()
     def answer(self, model: nn.Module, rows: Mapping[str, Any], **options: Any) -> Tensor:
-        """Logits, without the padding of narrower heads."""
+        """Return logits, without the padding of narrower heads."""
         logits = self.output(model, rows, **options).logits
         return logits.float().masked_fill(logits == -torch.inf, 0)
 
@@ -75,7 +75,7 @@ class Subject:
         return model(**rows, **options)
 
     def matrix(self, model: nn.Module) -> tuple[str, nn.Parameter]:
-        """A weight matrix inside a block."""
+        """Return a weight matrix inside a block."""
         return next(
             (name, parameter)
             for name, parameter in model.named_parameters()
@@ -84,7 +84,7 @@ class Subject:
 
 
 def same(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-4) -> None:
-    """Both finite, and equal to within a share of the largest entry."""
+    """Check that both are finite, and equal to within a share of the largest entry."""
     width = min(found.shape[-1], expected.shape[-1]) if found.ndim > 1 else None
     found, expected = (value[..., :width].float() for value in (found, expected))
     if not torch.isfinite(found).all():
@@ -100,7 +100,7 @@ def holds(condition: object, what: str) -> None:
 
 
 def refused(call: Callable[[], Any], *words: str, by: type[Exception] = RetexError) -> None:
-    """A call must be refused by an error of this library, in one sentence that holds these words."""
+    """Check that a call is refused by an error of this library, in one sentence that holds these words."""
     try:
         call()
     except by as error:
@@ -111,7 +111,7 @@ def refused(call: Callable[[], Any], *words: str, by: type[Exception] = RetexErr
 
 
 def errors_are_shares(model: RetexModel) -> None:
-    """Relative errors of recovery lie between 0 and 1 (and a hair), whatever the numbers are."""
+    """Check that relative errors of recovery lie between 0 and 1 (up to rounding), whatever the numbers are."""
     wrong = {name: error for name, error in model.recovery_errors.items() if not 0 <= error <= 1 + 1e-4}
     holds(not wrong, f"relative errors {wrong}")
 
@@ -127,7 +127,7 @@ def copies(expert: nn.Module, tasks: tuple[str, ...] = TASKS) -> dict[str, nn.Mo
 
 @dataclass(frozen=True)
 class Case:
-    """One odd thing: `outcome` is what must come of it ("right" or "refused"), `families` where it can be tried."""
+    """One odd case: `outcome` is the required result ("right" or "refused"), `families` are those to try it on."""
 
     name: str
     outcome: str
@@ -139,7 +139,7 @@ CASES: list[Case] = []
 
 
 def case(name: str, outcome: str = "right", families: tuple[str, ...] = tuple(FAMILIES)) -> Callable:
-    """Put a function into the list of cases."""
+    """Register a function as a case."""
 
     def listed(run: Callable[[Subject], None]) -> Callable[[Subject], None]:
         CASES.append(Case(name, outcome, run, families))

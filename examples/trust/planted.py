@@ -1,8 +1,8 @@
-"""The process whose children meet planted links: it has imported everything, so that a child is at its work at once.
+"""The process whose children meet planted links. It has imported everything, so that a child starts its work at once.
 
-`trust.links` starts it, and reads a line of JSON per trial. A job is done once, undisturbed, to learn every name that
-it writes, renames or removes. Then something is planted at one of these names, as a clone or an archive could bring it,
-and the job is done again, by a child, as root or as another user.
+`trust.links` starts it, and reads a line of JSON per trial. A job runs once, undisturbed, to record every name that it
+writes, renames or removes. Then something is planted at one of these names, as a clone or an archive could contain it,
+and the job runs again in a child, as root or as another user.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from . import killed
 from .killed import OWNER, Job, Place, answers, artifact_state, begin, end, folder_state
 
 REFUSED, REPLACED, UNTOUCHED = "refused", "done, it was replaced", "done, it was left alone"
-# Seconds after which a child is killed because it hangs.
+# Seconds after which a hanging child is killed.
 LONGEST = 60
 SECOND_NAME = "a second name of a file"
 CANARY = b"nobody but me may read this"
-# Names with a random part: what somebody could prepare is another one of that form.
+# Names with a random part: an attacker could prepare another name of the same form.
 RANDOM = {
     r"\.[0-9a-f]{16}\.(saving|building)": r".0000000000000000.\1",
     r"\btmp[a-z0-9_]{8}\b": "tmp00000000",
     r"\bretex-push-[a-z0-9_]{8}\b": "retex-push-00000000",
 }
 STAGED = re.compile(r"(.*?)\.([^/]+)\.0{16}\.saving/new(/.*)?")
-# Of the events that Python announces, those that change the file system: where the names are, and their handles.
+# Python audit events that change the file system: positions of the names, and of their handles.
 CHANGES = {
     "os.rename": ((0, 2), (1, 3)),
     "os.link": ((1, 3),),
@@ -60,7 +60,7 @@ CHANGES = {
     "os.truncate": ((0, None),),
     "shutil.rmtree": ((0, 1),),
 }
-# What the trials make themselves, and where the user keeps files of Hugging Face's libraries, which may be a link.
+# Files of the trials themselves, and the folder of Hugging Face's libraries, which may be a link.
 OURS = ("log", "tmp", ".", "assets")
 
 
@@ -76,7 +76,7 @@ def push(place: Place) -> None:
 
 
 def save_in_two_renames(place: Place) -> None:
-    OpenFolder.exchange = lambda *_: False  # as where the system cannot exchange folders; the child ends with its job
+    OpenFolder.exchange = lambda *_: False  # as on systems that cannot exchange folders; the child ends with its job
     killed.save(place)
 
 
@@ -92,18 +92,18 @@ JOBS = {
     "figures": Job(figures),
     "load": Job(load),
 }
-# A job that changes nothing itself may meet what another one has left.
+# A job that changes nothing itself may meet the leftovers of another one.
 NAMES_OF = {"load": "save in two renames", "resumed build": "build", "push": "save"}
-# In a folder that somebody prepared, and that is only removed, one name is like the other.
+# In a prepared folder that is only removed, all names are equivalent.
 PREPARED = re.compile(r"(.*/)?(\.[^/]+\.0{16}\.(saving|building)|retex-push-0{8})/[^/]+/.*")
 
 
-# ---- what is planted -------------------------------------------------------------------------------------------------
+# ---- planting --------------------------------------------------------------------------------------------------------
 
 
 def _socket(path: Path) -> None:
     current = os.getcwd()
-    os.chdir(path.parent)  # the address of a socket is short
+    os.chdir(path.parent)  # the address of a socket must be short
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
@@ -130,14 +130,14 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def make_precious(folder: Path) -> None:
-    """Files that no job may touch, under names that staging folders and artifacts have."""
+    """Make files that no job may touch, under names that staging folders and artifacts have."""
     for name in ("file", "old/file", "new/file", "artifact/file", "state/file", "README.md", "retex_config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(CANARY)
 
 
 def plant(place: Place, name: str, form: str, precious: Path) -> Path:
-    """Put something in the place of whatever has a name; folders above it are made."""
+    """Put something in place of whatever has a name; make the folders above it."""
     path = place.folder / name
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -148,11 +148,11 @@ def plant(place: Place, name: str, form: str, precious: Path) -> Path:
     return path
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- state of the file system ----------------------------------------------------------------------------------------
 
 
 def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All entries below a folder, and the folder itself; no link is followed."""
+    """Yield all entries below a folder, and the folder itself, without following links."""
     if not os.path.lexists(folder):
         return
     yield ".", folder.lstat()
@@ -164,7 +164,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Kind, mode, owner and content of all entries."""
+    """Return kind, mode, owner and content of all entries."""
     found = {}
     for name, state in walk(folder):
         content = ""
@@ -177,7 +177,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def read_in(folder: Path, precious: Path) -> list[str]:
-    """Files below a folder that hold what is precious, other than as a second name of the precious file."""
+    """Return files below a folder with precious content, other than hard links to the precious file."""
     own = {state.st_ino for _, state in walk(precious)}
     return [
         name
@@ -190,7 +190,7 @@ def read_in(folder: Path, precious: Path) -> list[str]:
 
 
 def run_child(job: Job, place: Place, user: int) -> int:
-    """Do a job in a fork, as a user; returns how it ended (2: refused; negative: by that signal)."""
+    """Run a job in a fork, as a user; return its exit status (2: refused; negative: the signal)."""
     child = os.fork()
     if not child:
         code = 1
@@ -218,7 +218,7 @@ def run_child(job: Job, place: Place, user: int) -> int:
 
 
 def _answers(job: Job, place: Place) -> dict[str, str] | None:
-    """What an artifact answers; None where it is refused, which it may be for what was planted in it."""
+    """Return the answers of an artifact; None where it is refused, which it may be for what was planted in it."""
     try:
         return answers(RetexModel.from_pretrained(place.target)) if job.state is artifact_state else {}
     except RetexError:
@@ -226,12 +226,12 @@ def _answers(job: Job, place: Place) -> dict[str, str] | None:
 
 
 def _report(place: Place) -> Path:
-    """Where a child says what it has found: beside its place, where nothing is planted."""
+    """Return the file of a child's report: beside its folder, where nothing is planted."""
     return place.folder.parent / "report.json"
 
 
 def become(user: int) -> None:
-    """Give up all rights but those of a user."""
+    """Drop all privileges but those of a user."""
     if user != os.geteuid():
         os.setgroups([])
         os.setgid(user)
@@ -239,13 +239,13 @@ def become(user: int) -> None:
 
 
 def give(folder: Path, user: int) -> None:
-    """Let a user own a folder and all that is in it."""
+    """Change the owner of a folder and all its contents."""
     for name, _ in walk(folder):
         os.chown(folder / name, user, user, follow_symlinks=False)
 
 
 def _note_names(folder: Path) -> set[str]:
-    """From now on, note every name below a folder that Python changes."""
+    """Record every name below a folder that Python changes from now on."""
     names: set[str] = set()
     root = str(folder) + os.sep
 
@@ -272,13 +272,13 @@ def _note_names(folder: Path) -> set[str]:
 
 
 def names_of(job: Job, place: Place, user: int) -> list[str]:
-    """Every name that a job writes, renames or removes; random parts are made ones that somebody could prepare."""
+    """Return every name that a job writes, renames or removes, with random parts replaced by prepared ones."""
     before = {name for name, _ in walk(place.folder)}
     code = run_child(job, place, user)
     if code:
         raise RuntimeError(f"the job ended with {code}: {(place.folder / 'log').read_text()[-2000:]}")
     noted = set(json.loads(_report(place).read_text())["names"])
-    # What is not written by Python is seen afterwards.
+    # Changes that do not pass through Python are seen afterwards.
     noted |= {name for name, _ in walk(place.folder)} - before
     found = set()
     for name in noted:
@@ -291,7 +291,7 @@ def names_of(job: Job, place: Place, user: int) -> list[str]:
 
 
 class Grounds:
-    """Where trials are done: a folder that is made anew for each, precious files beside it, and what all start from."""
+    """The setting of trials: a folder made anew for each, precious files beside it, and shared starting data."""
 
     def __init__(self, work: Path, hub: Path) -> None:
         self.work, self.hub, self.user = work, hub, os.geteuid()
@@ -311,19 +311,19 @@ class Grounds:
         return place
 
     def be_of(self, user: int) -> None:
-        """Have the jobs done as a user, who may read what all trials start from."""
+        """Run the jobs as a user, who may read the shared starting data."""
         self.user = user
         if user != os.geteuid():
             give(self.work, user)
 
     def give(self, place: Place) -> None:
-        """Let all that may be touched belong to the user who does the jobs."""
+        """Give everything that may be touched to the user who runs the jobs."""
         if self.user != os.geteuid():
             for folder in (place.folder, self.precious):
                 give(folder, self.user)
 
     def warm(self, name: str) -> None:
-        """Do a job here, so that what is imported late is: another user may not read where Python lies."""
+        """Run a job here to complete late imports: another user may not be able to read Python's folder."""
         place = self.begin(name)
         current, exchange, tempfile.tempdir = os.getcwd(), OpenFolder.exchange, str(place.folder / "tmp")
         JOBS[name].run(place)
@@ -336,7 +336,7 @@ class Grounds:
         shutil.rmtree(self.precious)
 
     def learn(self, name: str) -> tuple[list[str], dict[str, Any]]:
-        """The names of a job, and what its artifact answers afterwards."""
+        """Return the names of a job, and the answers of its artifact afterwards."""
         place = self.begin(name)
         self.give(place)
         names = names_of(JOBS[name], place, self.user)
@@ -352,7 +352,7 @@ class Grounds:
         end(place)
 
     def trial(self, name: str, planted: str, form: str, expected: dict[str, Any]) -> str:
-        """Plant something, do the job; returns what came of it. Raises where something was touched."""
+        """Plant something, run the job, and return the outcome. Raise if anything was touched."""
         place = self.begin(name)
         try:
             if name == "resumed build":
@@ -386,7 +386,7 @@ class Grounds:
         if after != precious:
             differing = sorted(name for name in {*precious, *after} if precious.get(name) != after.get(name))
             raise AssertionError(f"what a link leads to was changed: {differing}")
-        if form == SECOND_NAME:  # which is a file of that folder as well, and may be read
+        if form == SECOND_NAME:  # also a file of that folder, so it may be read
             return
         copies = read_in(place.folder, self.precious) + read_in(place.hub / OWNER / place.repository, self.precious)
         if copies:
@@ -394,7 +394,7 @@ class Grounds:
 
 
 def draw(names: set[str], count: int | None, seed: str) -> list[tuple[str, str]]:
-    """What to plant where: so many cases, two of three beside the target; None: everything, at every name."""
+    """Draw what to plant where: `count` cases, two of three beside the target; None: everything, at every name."""
     cases = [(name, form) for name in sorted(names) for form in PLANTS]
     if count is None:
         return cases
@@ -406,7 +406,7 @@ def draw(names: set[str], count: int | None, seed: str) -> list[tuple[str, str]]
 
 
 def run(work: Path, hub: Path, plan: dict[str, int | None], users: list[int], seed: int) -> None:
-    """Do all trials of a plan, `{job: trials}` (see `draw`), as every user, and print a line of JSON for each."""
+    """Run all trials of a plan, `{job: trials}` (see `draw`), as every user, and print a line of JSON for each."""
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0
@@ -434,7 +434,7 @@ def run(work: Path, hub: Path, plan: dict[str, int | None], users: list[int], se
 
 
 def _cases(grounds: Grounds, name: str, count: int | None, seed: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What to plant where in the trials of a job, and what its artifact answers undisturbed."""
+    """Yield what to plant where in the trials of a job, and its artifact's undisturbed answers."""
     used = dict.fromkeys((NAMES_OF.get(name, name), name))
     for one in used if grounds.user != os.geteuid() else ():
         grounds.warm(one)

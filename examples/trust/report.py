@@ -1,10 +1,10 @@
-"""The table of what was tried, in the long forms of the trials, by hand.
+"""Run the trials in their long form, by hand, and write the table of their outcomes.
 
     python examples/trust/report.py                                  all of them, about two hours on 2 cores
     python examples/trust/report.py --only mutants --size short      one of them, in seconds, without touching the table
 
-The long form keeps what came out in `results.json` and writes the table of `README.md` from it, so that one kind can be
-tried again alone. A trial that went wrong is printed with what it takes to see it again, and the exit code is 1.
+The long form stores the outcomes in `results.json` and writes the table of `README.md` from it, so that one kind can be
+repeated alone. A failed trial is printed with the steps to reproduce it, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `trust` is found, wherever this is started
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find `trust` from any working folder
 
 from retex_hf.utils.tables import Table
 from trust import (
@@ -58,7 +58,7 @@ LIBRARIES = ("torch", "transformers", "safetensors", "huggingface_hub")
 
 
 def table(results: Mapping[str, Any]) -> Table:
-    """One row per kind of trial, and one for all trials of a sort."""
+    """Return one row per kind of trial, and one for all trials of a sort."""
     header = ["what was tried", "times", "came out as", "wrong"]
     rows, bold = [], set()
     for trial in (name for name in TRIALS if name in results):
@@ -73,13 +73,13 @@ def table(results: Mapping[str, Any]) -> Table:
 def _row(name: str, outcomes: Mapping[str, int], problems: int) -> list[str]:
     kinds: Counter[str] = Counter()
     for outcome, count in outcomes.items():
-        kinds[outcome.partition(" (")[0]] += count  # in brackets: of which sort, for those who look at the results
+        kinds[outcome.partition(" (")[0]] += count  # the part in brackets is a detail for readers of the results
     said = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
     return [name, f"{sum(outcomes.values()):,}", said, str(problems)]
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The page with the table of these results."""
+    """Return the page with the table of these results."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     ways = sorted({entry["versions"] for entry in results.values()})
@@ -87,7 +87,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def describe(tallies: list[Tally]) -> dict[str, Any]:
-    """What is kept of a trial."""
+    """Return the stored values of a trial."""
     return {
         "versions": ", ".join(
             [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in LIBRARIES)]
@@ -117,7 +117,7 @@ def main() -> int:
             problems += [problem for tally in tallies for problem in tally.problems]
     print(table(found).text(), *problems, sep="\n")
     if arguments.size == "long":
-        # Read only now: another kind may have been tried meanwhile.
+        # Read only now: another kind may have run in the meantime.
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
         known |= found
         RESULTS.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Outputs field by field: where the rows are in each, found out on a plain model, and how far two are apart."""
+"""Outputs field by field: the axis of rows in each, found on a plain model, and distances between outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of the largest number of a field. The weights compared are the same, so only rounding is left.
+# Relative to the largest number of a field. The weights compared are the same, so only rounding is left.
 TOLERANCE = 2e-3
 # Caches belong to one expert.
 CACHES = re.compile(
@@ -19,7 +19,7 @@ CACHES = re.compile(
 
 
 def fields(output: Any) -> dict[str, Tensor]:
-    """All tensors of an output by path, but caches."""
+    """Return all tensors of an output by path, except caches."""
     return {path: tensor for path, tensor in _leaves(output) if not CACHES.search(path)}
 
 
@@ -35,7 +35,7 @@ def _leaves(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """How far two tensors are apart, relative to the largest number; infinite where they differ in kind."""
+    """Return the distance of two tensors, relative to the largest number; infinite where they differ in kind."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     if not found.numel():
@@ -58,15 +58,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """How the plain model puts the field of a batch together from those of its rows: along an axis, or the same for
-    all of them (`axis` is None), which experts give each row its own of."""
+    """How the plain model joins the fields of rows into that of a batch.
+
+    Rows are joined along an axis, or share one value (`axis` is None), of which experts give each row its own.
+    """
 
     axis: int | None
 
 
 def _joined(alone: list[Tensor], axis: int, like: Tensor) -> Tensor | None:
-    """The rows along an axis, in a tensor that is `like` another one where rows are shorter than others; None where
-    they have no room in that."""
+    """Join rows along an axis, in a tensor `like` another one where some are shorter; None if they do not fit."""
     if any(part.ndim != like.ndim or part.dtype != like.dtype for part in alone):
         return None
     sizes = [{part.shape[other] for part in alone} for other in range(like.ndim)]
@@ -84,7 +85,7 @@ def _joined(alone: list[Tensor], axis: int, like: Tensor) -> Tensor | None:
 
 
 def find_places(batch: Mapping[str, Tensor], alone: list[dict[str, Tensor]]) -> tuple[dict[str, Place], list[str]]:
-    """Where the rows are, by field, and the fields in which rows depend on each other."""
+    """Return where the rows are, by field, and the fields in which rows depend on each other."""
     places, dependent = {}, []
     for path, tensor in batch.items():
         parts = [row[path] for row in alone if path in row]
@@ -104,7 +105,7 @@ def _joins(tensor: Tensor, parts: list[Tensor], axis: int) -> bool:
 
 
 def deviations(found: Mapping[str, Tensor], alone: list[dict[str, Tensor]], places: Mapping[str, Place]) -> list[str]:
-    """What is wrong with an answer to rows, of which experts say each `alone`."""
+    """Return the deviations of an answer to rows from the experts' answers to each row `alone`."""
     wrong = []
     for path, place in places.items():
         parts = [row[path] for row in alone if path in row]

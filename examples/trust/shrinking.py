@@ -1,7 +1,7 @@
-"""Small numbers in the place of those of a configuration, by what their names say they are.
+"""Small numbers for a configuration, chosen by the names of its fields.
 
-Widths are divided by one factor, so that sums and ratios among them stay what they are, heads by another; layers,
-images and vocabularies are cut. Where a class does not take that, there is a ladder of steps to go on with.
+Widths are divided by one factor, so that sums and ratios among them are kept, heads by another; layers, images and
+vocabularies are capped. Where a class does not accept the result, further steps of a ladder follow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STAGES = re.compile(r"depths?|num_layers|layers|blocks|repeats")
 
 @dataclass(frozen=True)
 class Step:
-    """How far to shrink: sizes of heads by `head_size`, images to `image` with patches of at most `patch`."""
+    """One degree of shrinking: sizes of heads by `head_size`, images to `image` with patches of at most `patch`."""
 
     head_size: int
     layers: int = 2
@@ -70,7 +70,7 @@ LADDER = (
     Step(1, heads=1, image=224, patch=32),
 )  # fmt: skip
 
-# Numbers that are cut, whatever the step is.
+# Numbers that are capped at every step.
 CAPS = {
     "n_groups": 1,
     "mamba_n_groups": 1,
@@ -83,11 +83,11 @@ CAPS = {
     "num_filters": 8,
     "upsampling_groups": 8,
 }
-# Text models whose positions are in time, height and width.
+# Text models whose positions have time, height and width.
 MROPE = re.compile(
     r"qwen2_vl|qwen2_5_vl|qwen2_5_omni|qwen3_vl|qwen3_omni|qwen3_5|glm4v|glm_ocr|ernie4_5_vl|paddleocr|glm_image|keye"
 )
-# In the place of backbones of timm.
+# Replacement of timm's backbones.
 RESNET = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
     "layer_type": "basic", "out_features": ["stage1", "stage2", "stage3", "stage4"],
@@ -95,7 +95,7 @@ RESNET = {
 
 
 def shrink(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
-    """A configuration with small numbers."""
+    """Return a configuration with small numbers."""
     tokens: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     by = step.heads or _common_heads(values)
     return _shrink_dict(dict(values), step, by, tokens)
@@ -117,7 +117,7 @@ def _shrink_dict(values: dict[str, Any], step: Step, by: int, tokens: dict[str, 
             value = [value[index] for index in kept[len(value)]]
         if key in ("out_indices", "out_features", "stage_names", "_out_indices", "_out_features") and layers:
             continue
-        if key == "per_layer_config":  # of layers that are gone
+        if key == "per_layer_config":  # of layers that were removed
             continue
         if _is_layers(key) and isinstance(value, int) and value in kept:
             shrunk[key] = len(kept[value])
@@ -130,7 +130,7 @@ def _shrink_dict(values: dict[str, Any], step: Step, by: int, tokens: dict[str, 
 
 
 def _fill_heads(values: dict[str, Any]) -> None:
-    """Write out what a configuration leaves to be computed of numbers that are others now."""
+    """Write out values that a configuration would derive from numbers that have changed."""
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
         if "head_dim" in values and values["head_dim"] is None:
@@ -140,7 +140,7 @@ def _fill_heads(values: dict[str, Any]) -> None:
 
 
 def _fit_positions(values: dict[str, Any]) -> None:
-    """Positions in two dimensions turn quarters of a head, those in three have sections."""
+    """Adapt positions: those in two dimensions rotate quarters of a head, those in three have sections."""
     for wide, many in (
         ("embed_dim", "num_heads"),
         ("hidden_size", "num_heads"),
@@ -158,7 +158,7 @@ def _fit_positions(values: dict[str, Any]) -> None:
 
 
 def _fit_towers(values: dict[str, Any]) -> None:
-    """Let a vision tower give vectors of the width that the text model takes."""
+    """Set the output width of a vision tower to the width that the text model takes."""
     text, vision = values.get("text_config"), values.get("vision_config")
     if isinstance(text, dict) and isinstance(vision, dict) and text.get("hidden_size"):
         key = "hidden_size" if str(vision.get("model_type")).startswith("qwen2_vl") else "out_hidden_size"
@@ -167,7 +167,7 @@ def _fit_towers(values: dict[str, Any]) -> None:
 
 
 def _kept_layers(values: Mapping[str, Any], count: int, wanted: int) -> list[int]:
-    """Layers that show every kind there is."""
+    """Choose layers so that every kind is present."""
     kept: list[int] = []
     for value in values.values():
         if isinstance(value, list) and len(value) == count and isinstance(value[0], str):
@@ -226,7 +226,7 @@ def _is_layers(key: str) -> bool:
 
 
 def _common_heads(values: Any) -> int:
-    """What all numbers of heads can be divided by, so that at least two queries stay."""
+    """Return the largest common divisor of all numbers of heads that leaves at least two queries."""
     found = [number for key, number in _numbers(values) if HEADS.search(key) and number > 0]
     common = math.gcd(*found) if found else 1
     most = max(found, default=1)

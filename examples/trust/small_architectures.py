@@ -1,7 +1,7 @@
 """Architectures of OpenCLIP and timm, each made so small that three experts of it are merged in a second.
 
-Layers, widths and images shrink; what an architecture consists of stays. timm's architectures are registered again
-under names of their own, so that the small ones are found by name as the others are.
+Layers, widths and images shrink; the components of an architecture stay. The small forms of timm's architectures are
+registered under names of their own, so that they are found by name like the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import timm
 from timm.models import model_entrypoint, register_model
 from timm.models.vitamin import VitCfg, VitConvCfg
 
-# The arguments that make a family small, by the beginning of the name; the first that fits is taken.
+# The arguments that make a family small, by prefix of the name; the first match is taken.
 VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 RESNET = {"channels": (16, 16, 32, 32)}
 SMALL_TIMM: dict[str, dict[str, Any]] = {
-    "vit_base_mci": {"depth": 1, "img_size": 64},  # its stem is made for one width
+    "vit_base_mci": {"depth": 1, "img_size": 64},  # its stem requires one width
     "vit_relpos": VIT | {"img_size": 32},
     "vit_": VIT | {"img_size": 64},
     "deit": VIT | {"img_size": 32},
@@ -48,9 +48,9 @@ SMALL_TIMM: dict[str, dict[str, Any]] = {
     "davit": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 16, 32), "num_heads": (1, 1, 2, 2)},
     "vitamin": {"img_size": 64},
 }  # fmt: skip
-# Of those that take images of any size.
+# For architectures that take images of any size.
 SMALL_IMAGE = 64
-# Configurations of the text towers that OpenCLIP takes from transformers, by the Hub ids that it names.
+# Configurations of the text towers that OpenCLIP takes from transformers, by their Hub ids.
 SMALL_TOWERS: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "intermediate_size": 48, "vocab_size": 100, "max_position_embeddings": 90},
@@ -64,7 +64,7 @@ VOCABULARY, CONTEXT = 100, 8
 
 
 def timm_arguments(name: str) -> dict[str, Any]:
-    """The arguments that make an architecture of timm small."""
+    """Return the arguments that make an architecture of timm small."""
     found = dict(next((values for start, values in SMALL_TIMM.items() if name.startswith(start)), {}))
     if name.startswith("vitamin"):
         conv = VitConvCfg(norm_layer="layernorm2d", norm_eps=1e-6)
@@ -74,7 +74,7 @@ def timm_arguments(name: str) -> dict[str, Any]:
 
 
 def timm_image_size(name: str) -> int:
-    """The side of the images that a small architecture takes."""
+    """Return the side of the images that a small architecture takes."""
     known = timm.get_pretrained_cfg(name)
     return timm_arguments(name).get("img_size", known.input_size[-1] if known.fixed_input_size else SMALL_IMAGE)
 
@@ -95,12 +95,12 @@ def small_timm(name: str) -> str:
 
 
 def small_open_clip(name: str, towers: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration of an OpenCLIP architecture in its small form: as it is written, and as OpenCLIP is given it.
+    """Return the small configuration of an OpenCLIP architecture: as written to a file, and as passed to OpenCLIP.
 
     `towers` is a Hub cache, into which the configurations of text towers are written.
     """
     config = deepcopy(open_clip.get_model_config(name))
-    config["embed_dim"] = 128 if "multimodal_cfg" in config else 32  # where captions attend to images: their width
+    config["embed_dim"] = 128 if "multimodal_cfg" in config else 32  # captions attend to images: their width
     _shrink_images(config["vision_cfg"])
     text = config["text_cfg"]
     _shrink_texts(text, config["embed_dim"])
@@ -132,7 +132,7 @@ def _shrink_texts(text: dict[str, Any], embed_dim: int) -> None:
 
 
 def _tower(name: str, cache_folder: Path) -> Path:
-    """Write the configuration of a text tower as if it had been downloaded, and return where it lies."""
+    """Write the configuration of a text tower as if it had been downloaded, and return its folder."""
     repository = cache_folder / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True, exist_ok=True)

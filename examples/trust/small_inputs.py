@@ -1,7 +1,7 @@
 """Inputs for any model of transformers, from the signature of its `forward` and the numbers of its configuration.
 
-What a model takes is not written anywhere: recipes are tried one after the other, the richer first, until one runs. How
-many tokens keep the place of an image is in what the model says when there are too few.
+The inputs of a model are documented nowhere in a machine-readable form: recipes are tried one after the other, the
+richer first, until one runs. The number of placeholder tokens of an image is read from the model's error message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOUND_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention
 
 
 def numbers(config: Any, *names: str) -> Iterator[Any]:
-    """Values of a configuration under one of these names, those of the outermost first."""
+    """Yield values of a configuration under one of these names, those of the outermost first."""
     level, seen = [config], set()
     while level:
         inner = []
@@ -68,7 +68,7 @@ def number(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """Height and width, however a configuration writes them."""
+    """Return height and width, in whatever form a configuration holds them."""
     if isinstance(value, dict):
         value = [value.get("height", 32), value.get("width", 32)]
     values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -177,7 +177,7 @@ class Kitchen:
         return Recipe({**makers, **self._extras(makers)}, self.vocab, **more)
 
     def _extras(self, makers: Mapping[str, Maker]) -> dict[str, Maker]:
-        """What goes along wherever it is accepted."""
+        """Return further inputs to pass wherever they are accepted."""
         extras: dict[str, Maker] = {}
         is_text = "input_ids" in makers
         decodes = getattr(self.config, "is_encoder_decoder", False) or self.cls.startswith("Blip")
@@ -215,7 +215,7 @@ class Kitchen:
         yield from self._alone(text, [name for name in self.accepted if name in BESIDE_TEXT])
 
     def _codebooks(self, text: Mapping[str, Maker]) -> Iterator[Recipe]:
-        """Several tokens for every moment, of a sound."""
+        """Yield recipes with several tokens per time step of a sound."""
         found = numbers(self.config, "num_channels", "num_codebooks", "num_audio_codebooks")
         for count in dict.fromkeys(count + more for count in found if isinstance(count, int) for more in (0, 1)):
 
@@ -227,12 +227,12 @@ class Kitchen:
 
             yield Recipe({"input_ids": moments}, self.vocab)
             yield Recipe({**text, "decoder_input_ids": moments}, self.vocab)
-            if "Musicgen" in self.cls:  # a row is a sequence for each codebook
+            if "Musicgen" in self.cls:  # a row is one sequence per codebook
                 yield Recipe({**text, "decoder_input_ids": sequences}, self.vocab)
                 yield Recipe({"input_ids": sequences}, self.vocab)
 
     def _is_dual(self) -> bool:
-        """Whether texts are prompts for all rows."""
+        """Return whether texts are prompts for all rows."""
         return hf_transformers.is_dual_encoder(self.model)
 
     def _with_prompts(self, text: Mapping[str, Maker], makers: Mapping[str, Maker]) -> Recipe:
@@ -261,14 +261,14 @@ class Kitchen:
             if token is None:
                 yield self._recipe(given)
                 continue
-            # Models of queries do not say how many tokens they miss.
+            # Query-based models do not report how many tokens are missing.
             queries = number(self.config, "num_query_tokens", default=1)
             frames = maker(Draw(0, torch.Generator())).shape[1] if queries > 1 else 1
             for places in dict.fromkeys((queries, queries * frames)):
                 yield self._recipe(given, placeholder=token, places=places, per_item=items)
 
     def _packed(self, text: Mapping[str, Maker], name: str, token: int) -> Iterator[Recipe]:
-        """Patches of all images in one, with their grids."""
+        """Yield recipes with the patches of all images packed into one tensor, with their grids."""
         merge = number(self.vision, "spatial_merge_size", "merge_size") or number(self.config, "spatial_merge_size")
         merge = merge if isinstance(merge, int) else 2
         for flat in self.patches(2 * merge):
@@ -276,7 +276,7 @@ class Kitchen:
             yield self._recipe(makers, placeholder=token, places=4, per_item=frozenset({name, "image_grid_thw"}))
 
     def patches(self, side: int) -> list[Maker]:
-        """Makers of the patches of a square image."""
+        """Return makers of the patches of a square image."""
         c, patch = self.channels, self.patch
         temporal = number(self.vision, "temporal_patch_size", default=1)
         shapes = dict.fromkeys([(c * temporal * patch * patch,), (c * patch * patch,), (c, patch, patch)])
@@ -310,7 +310,7 @@ class Kitchen:
                 yield self._recipe({**text, name: maker}, placeholder=token, places=1, per_item=frozenset({name}))
 
     def _alone(self, text: Mapping[str, Maker] | None = None, others: Iterable[str] = ()) -> Iterator[Recipe]:
-        """Models without texts, or whose texts are not enough: all that is required, and what the model is about."""
+        """Yield recipes without texts, or with further inputs: all required ones, and the model's main input."""
         wanted = dict.fromkeys([*self.required, *(name for name in self.main if name in self.accepted)])
         beside = BESIDE_OTHERS if "past_time_features" in self.accepted else BESIDE_OTHERS - {"future_values"}
         wanted |= dict.fromkeys([name for name in self.accepted if name in beside])
@@ -320,7 +320,7 @@ class Kitchen:
             yield self._recipe({**(text or {}), **dict(chosen)})
 
     def alternatives(self, name: str) -> list[Maker]:
-        """Makers of one input, the likelier first."""
+        """Return makers of one input, the likelier first."""
         config, c = self.config, self.channels
         context = int(number(config, "context_length", "seq_length", default=32) or 32)
         series = int(number(config, "num_input_channels", "input_size", default=1) or 1)
@@ -418,7 +418,7 @@ class Kitchen:
 
 
 def _patches(kitchen: Kitchen) -> Iterator[Recipe]:
-    """Vision towers of packed patches: a row is an image, and its grid."""
+    """Yield recipes for vision towers of packed patches: a row is an image and its grid."""
     side = 2 * number(kitchen.config, "spatial_merge_size", default=2)
     main = next(name for name in ("hidden_states", "pixel_values", "inputs") if name in kitchen.accepted)
     merges: dict[str, Maker] = {}
@@ -465,7 +465,7 @@ def _mllama(kitchen: Kitchen) -> Recipe:
 
 @torch.no_grad()
 def find_recipe(model: nn.Module, call: Callable[[nn.Module, dict[str, Any]], Any]) -> Recipe:
-    """The first recipe whose rows a model takes, one by one and together."""
+    """Return the first recipe whose rows a model takes, one by one and together."""
     kitchen, problems = Kitchen(model), []
     for recipe in itertools.islice(kitchen.recipes(), 2 * TRIES):
         for _ in range(4):
@@ -473,7 +473,7 @@ def find_recipe(model: nn.Module, call: Callable[[nn.Module, dict[str, Any]], An
                 for rows in (2, 1, 3):
                     call(model, collate([recipe.row(row % TASKS, row) for row in range(rows)], recipe.shared))
                 return recipe
-            except Exception as error:  # of any kind: the wrong inputs of somebody else's model
+            except Exception as error:  # unsuitable inputs raise any kind of error
                 wanted = _with_enough_places(recipe, error, rows, kitchen.text_width)
                 if wanted is None:
                     problems.append(f"{sorted(recipe.makers)}: {type(error).__name__}: {str(error)[:120]}")
@@ -483,7 +483,7 @@ def find_recipe(model: nn.Module, call: Callable[[nn.Module, dict[str, Any]], An
 
 
 def _with_enough_places(recipe: Recipe, error: Exception, rows: int, width: int) -> Recipe | None:
-    """The same with as many placeholders as the model says it has features for."""
+    """Return the recipe with as many placeholders as the model reports features; None if it reports none."""
     found = MISMATCH.search(str(error))
     if not found or recipe.placeholder is None:
         return None

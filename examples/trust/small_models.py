@@ -1,6 +1,6 @@
 """Small random models of any class of transformers, made from its own default configuration.
 
-`OVERRIDES` has what no rule of `shrinking.py` finds out.
+`OVERRIDES` holds values that no rule of `shrinking.py` finds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trust.shrinking import LADDER, VOCAB, shrink
 
 PARAMETERS = 700_000
 AT_MOST = 10_000_000
-# Ids below are for tokens that mean something; texts are drawn from the rest.
+# Lower ids are special tokens; texts are drawn from the rest.
 FIRST_WORD = 24
 
 SERIES = {
@@ -104,11 +104,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "TimeSeriesTransformerConfig": SERIES,
 }
 
-# Made of small ones (`default_config`).
+# Composed of small configurations (`default_config`).
 COMPOSED = frozenset(
     {"EncoderDecoderConfig", "VisionEncoderDecoderConfig", "SpeechEncoderDecoderConfig", "VisionTextDualEncoderConfig"}
 )  # fmt: skip
-# The mappings whose classes differ most come first, should a run be cut short.
+# Mappings whose classes differ most come first, in case a run is cut short.
 FIRST = [
     "MODEL_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "MODEL_FOR_PRETRAINING_MAPPING", "MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING",
@@ -118,7 +118,7 @@ FIRST = [
 
 
 def class_mappings() -> dict[str, type[PreTrainedModel]]:
-    """All model classes that an auto class knows, by name; the plain models come first."""
+    """Return all model classes that an auto class knows, by name; the plain models come first."""
     names = [name for name in dir(modeling_auto) if name.startswith("MODEL_") and name.endswith("_MAPPING")]
     names.sort(key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
     found: dict[str, type[PreTrainedModel]] = {}
@@ -129,14 +129,14 @@ def class_mappings() -> dict[str, type[PreTrainedModel]]:
                 try:
                     cls = mapping._load_attr_from_module(kind, model_name)
                 except (ImportError, ValueError, AttributeError):
-                    continue  # in a mapping, and nowhere else
+                    continue  # listed in a mapping, but not defined
                 if isinstance(cls, type) and type(cls).__name__ != "DummyObject":
                     found.setdefault(cls.__name__, cls)
     return found
 
 
 def default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The configuration a class has by itself; those that are made of others are given small ones."""
+    """Return the default configuration of a class; composite ones get small parts."""
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     encoder = transformers.BertConfig(**small, vocab_size=VOCAB)
     decoder = transformers.BertConfig(**small, vocab_size=VOCAB, is_decoder=True, add_cross_attention=True)
@@ -157,7 +157,7 @@ def default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def small_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
-    """Models of a class, each from a step of the ladder that it takes; raises what the last one said if none does."""
+    """Yield models of a class, one per accepted step of the ladder; raise the last error if there is none."""
     values = json.loads(json.dumps(default_config(cls.config_class).to_dict(), default=str))
     last: Exception | None = None
     made, spare = 0, []
@@ -172,7 +172,7 @@ def small_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
                 spare.append((size, config))
                 continue
             model = cls(config).eval()
-        except Exception as error:  # whatever a class says of numbers that do not go together
+        except Exception as error:  # inconsistent numbers raise any kind of error
             last = error
             continue
         made += 1
@@ -189,9 +189,9 @@ def small_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int, scale: float) -> nn.Module:
-    """Move every parameter by as much as matters, in place: what a layer adds must show in what comes out."""
+    """Add noise to every parameter in place, large enough that every layer affects the output."""
     draw = torch.Generator().manual_seed(seed)
-    computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # whenever the model is loaded
+    computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # recomputed whenever the model is loaded
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or "inv_freq" in name or name in computed:
             continue

@@ -1,4 +1,4 @@
-"""Rows of inputs, each a batch of one, so that it is known what belongs to a row."""
+"""Rows of inputs, each a batch of one, so that it is known which values belong to a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Maker = Callable[["Draw"], Tensor]
 
 @dataclass
 class Draw:
-    """Draws the numbers of one row; those of different tasks come from different places."""
+    """Draws the numbers of one row; those of different tasks come from different ranges."""
 
     task: int
     generator: torch.Generator
@@ -33,7 +33,7 @@ class Draw:
         return torch.randint(start, min(vocab, start + width), (1, *shape), generator=self.generator)
 
     def noise(self, *shape: int, axis: bool = True) -> Tensor:
-        """Noise on a wave; without `axis` the entries of a row lie along the first axis themselves (patches)."""
+        """Return noise on a wave; without `axis`, the entries of a row lie along the first axis (patches)."""
         values = torch.randn(*((1, *shape) if axis else shape), generator=self.generator)
         wave = torch.linspace(0, 3.1 * (self.task + 1), values.shape[-1]).sin()
         return values * 0.7 + wave * 1.5
@@ -46,9 +46,9 @@ class Draw:
 class Recipe:
     """How to make a row: a maker for each input.
 
-    Of `per_item` inputs a row has one for each of its images or sounds, whose place `places` tokens (`placeholder`)
-    keep in its text. `items` is how many there are at most: texts of rows with fewer have words in their place. Other
-    texts are of different lengths. `shared` inputs serve all rows.
+    A row has one of each `per_item` input for each of its images or sounds, which `places` tokens (`placeholder`)
+    represent in its text. `items` is their maximum number: rows with fewer have words instead. Other texts have
+    different lengths. `shared` inputs serve all rows.
     """
 
     makers: Mapping[str, Maker]
@@ -61,11 +61,11 @@ class Recipe:
 
     @property
     def is_rich(self) -> bool:
-        """Whether there is more than text."""
+        """Return whether there is more than text."""
         return any(value.is_floating_point() for value in self.row(0, 0).values())
 
     def row(self, task: int, seed: int, items: int | None = None) -> dict[str, Tensor]:
-        """One row of a task, with so many images."""
+        """Make one row of a task, with `items` images."""
         items = self.items if items is None else items
         draw = Draw(task, torch.Generator().manual_seed(seed), self.vocab)
         made: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ class Recipe:
         return made | (self._with_places(made, items) if self.places else self._padded(made, seed))
 
     def _padded(self, made: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """The text of every third row, one word shorter."""
+        """Shorten the text of every third row by one word."""
         ids, mask = made.get("input_ids"), made.get("attention_mask")
         if ids is None or mask is None or mask.shape != ids.shape or seed % 3 != 1 or len(made) > 2:
             return {}
@@ -85,7 +85,7 @@ class Recipe:
         return {"input_ids": ids * kept, "attention_mask": mask * kept}
 
     def _with_places(self, made: Mapping[str, Tensor], items: int) -> dict[str, Tensor]:
-        """The text with placeholders, and what accompanies it."""
+        """Return the text with placeholders, and the inputs that accompany it."""
         ids = made["input_ids"]
         first, rest = ids[:, :1], ids[:, 1:]
         image = torch.full((1, self.places), self.placeholder)
@@ -99,7 +99,7 @@ class Recipe:
 
 
 def collate(rows: list[dict[str, Tensor]], shared: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Rows as one batch."""
+    """Join rows into one batch."""
     names = dict.fromkeys(name for row in rows for name in row)
     batch: dict[str, Any] = {name: torch.cat([row[name] for row in rows if name in row]) for name in names}
     return {**batch, **shared}

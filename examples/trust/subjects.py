@@ -1,4 +1,4 @@
-"""Small artifacts to try things on: made here, signed, and quick to load."""
+"""Small, signed artifacts for the trials, quick to make and to load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def make_tokenizer() -> tf.PreTrainedTokenizerFast:
-    """One token per word."""
+    """Make a tokenizer with one token per word."""
     words = ["[PAD]", "[UNK]", "[EOS]", *(word for of in WORDS.values() for word in of)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -37,25 +37,25 @@ def make_tokenizer() -> tf.PreTrainedTokenizerFast:
 
 
 def texts(task: str, rows: int, seed: int = 0) -> list[str]:
-    """Texts of four words of a task."""
+    """Draw texts of four words of a task."""
     draw = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS[task]), (rows, 4), generator=draw).tolist()
     return [" ".join(WORDS[task][pick] for pick in row) for row in picks]
 
 
 def batch(tokenizer: tf.PreTrainedTokenizerFast, rows: list[str]) -> dict[str, Tensor]:
-    """Texts as keyword arguments of `forward`."""
+    """Tokenise texts into keyword arguments of `forward`."""
     return dict(tokenizer(rows, padding=True, return_tensors="pt"))
 
 
 def mixed_batch(tokenizer: tf.PreTrainedTokenizerFast, rows: int = 2, seed: int = 1) -> dict[str, Tensor]:
-    """So many rows of every task."""
+    """Make a batch of `rows` rows of every task."""
     return batch(tokenizer, [text for task in TASKS for text in texts(task, rows, seed)])
 
 
 @torch.no_grad()
 def moved(model: nn.Module, seed: int, scale: float = 0.5) -> nn.Module:
-    """An expert: a copy with every weight moved a little."""
+    """Make an expert: a copy with every weight moved a little."""
     draw = torch.Generator().manual_seed(seed)
     expert = deepcopy(model)
     for parameter in expert.parameters():
@@ -72,7 +72,7 @@ def separate(model: nn.Module, tokenizer: tf.PreTrainedTokenizerFast) -> None:
 
 
 def bert(tokenizer: tf.PreTrainedTokenizerFast) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A classifier, and experts with 2, 3 and 4 classes."""
+    """Make a classifier, and experts with 2, 3 and 4 classes."""
     config = tf.BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, initializer_range=0.2, **SIZES)
     base = tf.BertForSequenceClassification(config).eval()
     separate(base, tokenizer)
@@ -87,7 +87,7 @@ def bert(tokenizer: tf.PreTrainedTokenizerFast) -> tuple[nn.Module, dict[str, nn
 
 
 def t5(tokenizer: tf.PreTrainedTokenizerFast) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """An encoder-decoder that generates."""
+    """Make an encoder-decoder that generates, and its experts."""
     config = tf.T5Config(
         vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, tie_word_embeddings=False, initializer_factor=3.0,
@@ -101,7 +101,7 @@ FAMILIES = {"bert": bert, "t5": t5}
 
 
 def make_model(family: str = "bert", tasks: tuple[str, ...] = TASKS, **config: object) -> RetexModel:
-    """A signed model of three tasks (or fewer)."""
+    """Make a signed model of three tasks (or fewer)."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     base, experts = FAMILIES[family](tokenizer)
@@ -113,7 +113,7 @@ def make_model(family: str = "bert", tasks: tuple[str, ...] = TASKS, **config: o
 
 
 def make_artifact(folder: Path, family: str = "bert", **config: object) -> Path:
-    """The same as a folder, with its tokenizer."""
+    """Save such a model to a folder, with its tokenizer."""
     make_tokenizer().save_pretrained(folder)
     make_model(family, **config).save_pretrained(folder)
     return folder

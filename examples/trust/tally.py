@@ -1,4 +1,4 @@
-"""What was tried, and what came of it: the common currency of the trials in this folder."""
+"""Counts of trials and their outcomes, shared by all trials in this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """One kind of trial: how often each outcome was met. `problems` are outcomes that must not be, one line each."""
+    """One kind of trial: how often each outcome occurred. `problems` are forbidden outcomes, one line each."""
 
     name: str
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -19,7 +19,7 @@ class Tally:
         return self.outcomes.total()
 
     def add(self, outcome: str, problem: str | None = None) -> None:
-        """Count one trial; `problem` says what went wrong, and how to see it again."""
+        """Count one trial; `problem` says what went wrong, and how to reproduce it."""
         self.outcomes[outcome] += 1
         if problem is not None:
             self.problems.append(f"{self.name}: {problem}")

@@ -1,8 +1,8 @@
-"""Tensors that are not what they say: read rightly, or refused with a sentence that names file and tensor.
+"""Tensors that differ from their description: read correctly, or refused with a sentence that names file and tensor.
 
-Files of torch whose tensors show more numbers than there are, by strides, shapes or lengths; archives and programs that
-torch never writes; damaged ones; dtypes and layouts of all kinds in files and in memory, as base, expert and adapter.
-Each is tried in a process of little memory, under a limit of time.
+Files of torch whose tensors claim more numbers than there are, by strides, shapes or lengths; archives and pickle
+programs that torch never writes; damaged ones; dtypes and layouts of all kinds in files and in memory, as base, expert
+and adapter. Each is tried in a process with limited memory and time.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ MODEL = {
     "max_position_embeddings": 4,
 }  # fmt: skip
 QUERY, COUNTER = "encoder.layer.0.attention.self.query.weight", "embeddings.position_ids"
-# What a file of safetensors may call a dtype, and the bytes of a number.
+# Names of dtypes in safetensors files, and the bytes of a number.
 DTYPES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8, "U16": 2, "U32": 4, "U64": 8, "F4": 1, "X": 4,
 }  # fmt: skip
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# A question: what to do, with what, the outcome that it must have (None: either), and what a refusal must name.
+# A question: an action, its argument, the required outcome (None: either), and the names that a refusal must mention.
 Question = tuple[str, Any, str | None, tuple[str, ...]]
 
 # ---- files of torch --------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def _numbers(count: int) -> bytes:
 
 
 def _shown(it: Tensor, count: int) -> list[float] | None:
-    """The numbers that a tensor shows of a storage of `count`; None where there are not so many."""
+    """Return the numbers that a tensor shows of a storage of `count`; None where there are not so many."""
     sizes = (*it.size, *it.stride, it.offset, it.numel)
     if min(sizes) < 0 or max(sizes) > 2**62 or it.numel > count or prod(it.size) > it.numel:
         return None
@@ -73,7 +73,7 @@ def _shown(it: Tensor, count: int) -> list[float] | None:
 
 
 def _views(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """Shapes, strides, places and lengths that fit the file, or do not."""
+    """Yield shapes, strides, offsets and lengths that fit the file, or do not."""
     while True:
         count, axes = draw.choice((1, 4, 12, 20_000)), draw.randint(0, 3)
         fits = draw.random() < 0.4
@@ -98,7 +98,7 @@ def _views(folder: Path, draw: random.Random) -> Iterator[Question]:
 
 
 def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """Archives and programs that torch does not write."""
+    """Yield archives and pickle programs that torch does not write."""
     file, plain = folder / "weights.bin", torch_bytes.program({"w": Tensor()})
     data = {"0": _numbers(4)}
     whole = torch_bytes.archive(plain, data)
@@ -133,7 +133,7 @@ def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
         b"\x80\x02cos\nsystem\n" + torch_bytes.text("true") + b"\x85R.",
         b"\x80\x02cbuiltins\neval\n" + torch_bytes.text("1") + b"\x85R.",
         b"\x80\x02}(" + torch_bytes.text("w") + b"c__builtin__\nbytearray\n" + torch_bytes.number(10**12) + b"\x85Ru.",
-        chain + b"Nu.",  # a key that takes forever to be hashed
+        chain + b"Nu.",  # a key whose hash takes forever
         b"\x80\x02}(" + b"N" * 1001 + b"u.",
         b"\x80\x02" + b"(" * 100_000 + b".",
         b"\x80\x02)" + b"\x85" * 200_000 + b".",
@@ -165,7 +165,7 @@ def _archives(folder: Path, draw: random.Random) -> Iterator[Question]:
 
 
 def _damaged(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """Bytes of a good file changed, lost or added."""
+    """Yield a valid file with bytes changed, lost or added."""
     file = folder / "weights.bin"
     tensors = {"w": Tensor(), "x": Tensor(key="1", size=(4,), stride=(1,))}
     data, numels = {"0": _numbers(4), "1": _numbers(4)}, {"0": 4, "1": 4}
@@ -202,7 +202,7 @@ def _base() -> nn.Module:
 
 @cache
 def _tensors() -> dict[str, torch.Tensor]:
-    """The tensors of an expert."""
+    """Return the tensors of an expert."""
     draw = torch.Generator().manual_seed(1)
     return {
         name: tensor + 0.01 * torch.randn(tensor.shape, generator=draw) for name, tensor in _base().state_dict().items()
@@ -210,7 +210,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _safetensors(tensors: dict[str, tuple[str, list[int], bytes]], file: Path) -> None:
-    """A file of safetensors with dtypes and shapes as they are given."""
+    """Write a safetensors file with the given dtypes and shapes."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
@@ -224,7 +224,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def _dtypes(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """One tensor of a base or an expert in another dtype, or of another shape."""
+    """Yield one tensor of a base or an expert in another dtype, or of another shape."""
     plain = {name: ("F32", list(tensor.shape), _raw(tensor)) for name, tensor in _tensors().items()}
     while True:
         place = folder / "checkpoint"
@@ -245,7 +245,7 @@ def _dtypes(folder: Path, draw: random.Random) -> Iterator[Question]:
         _safetensors({**plain, name: (dtype, shape, content)}, place / "model.safetensors")
         role = draw.choice(("base", "expert"))
         if role == "base" and dtype in FLOATS and len(shape) == tensor.ndim == 1 and outcome == REFUSED:
-            outcome = None  # of another length, it is taken for an output layer, which each expert keeps
+            outcome = None  # with another length it is taken for an output layer, which each expert keeps
         yield "build", (role, str(place), name, dtype), outcome, ("checkpoint", name)
 
 
@@ -273,7 +273,7 @@ PLAIN_LAYOUTS = ("float64", "expanded", "transposed")
 
 
 def _layouts(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """One tensor of a state dict in memory: plain ones, strided as they please, are read, and no others."""
+    """Yield one tensor of a state dict in memory: plain ones with any strides are read, all others refused."""
     while True:
         layout, role = draw.choice(list(LAYOUTS)), draw.choice(("expert", "factor"))
         yield (
@@ -304,7 +304,7 @@ FACTORS = (
 
 
 def _adapters(folder: Path, draw: random.Random) -> Iterator[Question]:
-    """Settings, names, shapes and dtypes of a LoRA adapter."""
+    """Yield settings, names, shapes and dtypes of a LoRA adapter."""
     while True:
         place = folder / "adapter"
         shutil.rmtree(place, ignore_errors=True)
@@ -348,7 +348,7 @@ def _adapters(folder: Path, draw: random.Random) -> Iterator[Question]:
         yield "adapter", (str(place), settings, [a.tolist(), b.tolist()]), outcome, ("adapter",)
 
 
-# ---- what is answered ------------------------------------------------------------------------------------------------
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def answer(question: tuple[str, Any]) -> Answer:
@@ -417,7 +417,7 @@ def _adapter(place: str, settings: dict[str, Any], factors: list[Any]) -> None:
 
 
 ANSWERS: dict[str, Callable[..., None]] = {"read": _read, "build": _build, "memory": _memory, "adapter": _adapter}
-# How many of each kind are tried in the short form, and in the long one.
+# Number of trials of each kind in the short form, and in the long one.
 KINDS: dict[str, tuple[Callable[[Path, random.Random], Iterator[Question]], int, int]] = {
     "tensors of torch files": (_views, 60, 1500),
     "archives and programs of torch files": (_archives, 70, 70),
@@ -429,7 +429,7 @@ KINDS: dict[str, tuple[Callable[[Path, random.Random], Iterator[Question]], int,
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Try so many of each kind."""
+    """Try a number of cases of each kind."""
     work_dir.mkdir(parents=True, exist_ok=True)
     tallies = []
     with Bounded(answer, seconds=SECONDS, room=ROOM) as process, tempfile.TemporaryDirectory(dir=work_dir) as folder:
@@ -444,7 +444,7 @@ def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = 
 
 
 def judge(found: Answer, outcome: str | None, mentions: tuple[str, ...]) -> tuple[str, str | None]:
-    """The outcome of a question, and what is wrong with it."""
+    """Return the outcome of a question, and the problem, if any."""
     if "wrong" in found:
         return "wrong", found["wrong"]
     if found["megabytes"] > MEGABYTES:

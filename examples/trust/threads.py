@@ -1,7 +1,8 @@
-"""Eight threads on one model. Each draws calls at random (forward, generate, identify, predict, recover, save, copy,
-calls that fail) and now and then a change (pin a task, add or delete one, sign anew, route or run otherwise). Every
-result must be, bit by bit, what the same call gives alone on the model as it was at some moment between the call's
-begin and end.
+"""Eight threads on one model.
+
+Each draws calls at random (forward, generate, identify, predict, recover, save, copy, calls that fail) and now and then
+a change (pin a task, add or delete one, sign anew, change routing or execution). Every result must equal, bit by bit,
+that of the same call alone on the model in some state between the call's begin and end.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from .subjects import TASKS, WORDS
 from .tally import Tally
 
 THREADS = 8
-SECONDS = 60.0  # of the long form, for each model
-TURNS = 4  # of the short form, for each thread and model
-CHANGES = {"short": 0.12, "long": 0.02}  # the share of turns that change the model
+SECONDS = 60.0  # duration of the long form, per model
+TURNS = 4  # calls of the short form, per thread and model
+CHANGES = {"short": 0.12, "long": 0.02}  # share of draws that change the model
 HEAVY = {"save": 0.1, "copy": 0.2}  # calls that are drawn more rarely
 PATIENCE = 120.0  # seconds that a thread may take to end
 EXTRA = "extra"
-# So that of the rows that threads share some are far from every task, and some are not.
+# Makes some of the rows that threads share out-of-distribution, and others not.
 SOME_FAR = {"method": "hard", "far": "merged", "quantile": 0.5, "slack": 1.19}
 SAY = {"max_new_tokens": 4, "suppress_tokens": [0, 2], "pad_token_id": 0}
 
@@ -81,7 +82,7 @@ def _experts(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def _make(family: str, expert_cache: str | int, options: Mapping[str, Any]) -> tuple[RetexModel, nn.Module]:
-    """A model of three tasks, not signed yet, and an expert of a fourth."""
+    """Make a model of three tasks, not signed yet, and an expert of a fourth."""
     tokenizer = subjects.make_tokenizer()
     if family in subjects.FAMILIES:
         base, experts = subjects.FAMILIES[family](tokenizer)
@@ -107,7 +108,7 @@ def _images(task: str, rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def _texts(task: str, rows: int, seed: int) -> dict[str, Tensor]:
-    """The fourth task speaks with words of all."""
+    """Draw texts of a task; the fourth task uses words of all."""
     named = [task] * rows if task in WORDS else [TASKS[row % len(TASKS)] for row in range(rows)]
     lines = [subjects.texts(name, 1, seed + row)[0] for row, name in enumerate(named)]
     return subjects.batch(subjects.make_tokenizer(), lines)
@@ -116,7 +117,7 @@ def _texts(task: str, rows: int, seed: int) -> dict[str, Tensor]:
 def make_case(
     family: str, *, expert_cache: str | int = "2GB", work_dir: Path, options: Mapping[str, Any] | None = None
 ) -> Case:
-    """A signed model of a family and its calls."""
+    """Make a signed model of a family and its calls."""
     torch.manual_seed(0)
     options = dict(options or {})
     model, extra = _make(family, expert_cache, options)
@@ -137,7 +138,7 @@ def make_case(
 
 
 def _calls(family: str, inputs: dict[str, Tensor], work_dir: Path) -> dict[str, Call]:
-    """Calls that succeed, by name."""
+    """Return calls that succeed, by name."""
     whole = dict(inputs)
     if family == "t5":
         whole["decoder_input_ids"] = inputs["input_ids"][:, :3].flip(1)
@@ -149,7 +150,7 @@ def _calls(family: str, inputs: dict[str, Tensor], work_dir: Path) -> dict[str, 
         return torch.softmax(torch.arange(rows * len(model.tasks)).view(rows, -1) / 7.0, dim=1)
 
     def mixture(model: RetexModel) -> Any:
-        for _ in range(20):  # a task may come or go between asking how many there are and the call
+        for _ in range(20):  # a task may be added or deleted between counting them and the call
             try:
                 return model(**whole, task=weights(model))
             except TaskError as error:
@@ -203,7 +204,7 @@ def _calls(family: str, inputs: dict[str, Tensor], work_dir: Path) -> dict[str, 
 
 
 def _failing_calls(family: str, inputs: dict[str, Tensor]) -> dict[str, Call]:
-    """Calls that raise, somewhere on the way."""
+    """Return calls that raise at various points."""
     name, value = next(iter(inputs.items()))
     wrong = torch.zeros(len(value), 5, 16, 16) if family == "resnet" else torch.full_like(value, 1000)
     calls: dict[str, Call] = {
@@ -229,7 +230,7 @@ def _digest(content: bytes) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """Equal for results that are equal bit by bit."""
+    """Return a text that is equal for results that are equal bit by bit."""
     return _digest("|".join(_leaves(value)).encode())
 
 
@@ -246,12 +247,12 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, (str, int, float, bool, type(None))):
         yield repr(value)
     else:
-        yield type(value).__name__  # a cache of keys and values, say
+        yield type(value).__name__  # a cache of keys and values, for example
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave, and the states that the model may have had meanwhile: from `first` to `last`."""
+    """The result of a call, and the states that the model may have had meanwhile: from `first` to `last`."""
 
     name: str
     first: int
@@ -264,8 +265,10 @@ class Answer:
 
 @dataclass
 class History:
-    """The states that a model has had, each as a copy. One change is made at a time; while it is, the model has its old
-    state or its new one."""
+    """The states that a model has had, each as a copy.
+
+    Changes are made one at a time; during a change, the model has its old state or its new one.
+    """
 
     case: Case
     states: list[RetexModel] = field(default_factory=list)
@@ -277,7 +280,7 @@ class History:
         self.states.append(copy.deepcopy(self.case.model))
 
     def change(self, draw: random.Random) -> str:
-        """Change the model at random; returns how."""
+        """Change the model at random; return how."""
         model = self.case.model
         extra_there = EXTRA in model.tasks
         changes: dict[str, Callable[[], Any]] = {
@@ -317,8 +320,10 @@ class History:
         )
 
     def expected(self, answer: Answer, memory: dict[tuple[int, str], set[str]]) -> set[str]:
-        """What the call gives alone, in each of the states. `execution="auto"` may go either way, which rounds
-        differently."""
+        """Return the results of the call alone, in each of the states.
+
+        `execution="auto"` may choose either mode, which round differently.
+        """
         found = set()
         for state in range(answer.first, answer.last + 1):
             if (state, answer.name) not in memory:
@@ -333,7 +338,7 @@ class History:
         try:
             with torch.no_grad():
                 return fingerprint(self.case.calls[name](model))
-        except Exception as error:  # what the model cannot do in one pass: then no thread may have been given a result
+        except Exception as error:  # the model cannot do this in one pass: then no thread may have got a result
             return f"{type(error).__name__}: {error}"
         finally:
             model.execution = before
@@ -344,7 +349,7 @@ class History:
 
 @contextmanager
 def _restless() -> Iterator[None]:
-    """Let threads take turns more often than they would, and each compute on one core."""
+    """Make threads switch more often than they would, and each compute on one core."""
     interval, cores = sys.getswitchinterval(), torch.get_num_threads()
     sys.setswitchinterval(1e-4)
     torch.set_num_threads(1)
@@ -361,8 +366,10 @@ def _until(deadline: float) -> Iterator[None]:
 
 
 def share(case: Case, tally: Tally, seconds: float | None, seed: int) -> None:
-    """Let threads work on one model for a while (None: a few turns each), then compare every answer with the one given
-    alone."""
+    """Let threads work on one model, then compare every answer with the one given alone.
+
+    `seconds` limits the time; None runs a few calls per thread.
+    """
     model, history = case.model, History(case)
     before = {name: tensor.clone() for name, tensor in model.get_base_model().state_dict().items()}
     answers: list[Answer] = []
@@ -373,7 +380,7 @@ def share(case: Case, tally: Tally, seconds: float | None, seed: int) -> None:
         shares = [HEAVY.get(name, 1.0) for name in names]
         changes = CHANGES["short" if seconds is None else "long"]
         turns = range(TURNS) if seconds is None else _until(time.monotonic() + seconds)
-        with torch.no_grad():  # the switch belongs to a thread
+        with torch.no_grad():  # the switch is per thread
             for _ in turns:
                 if draw.random() < changes:
                     try:
@@ -424,7 +431,7 @@ def _judge(answer: Answer, history: History, memory: dict[tuple[int, str], set[s
         )
 
 
-# How models differ in what threads share: heads, generation, buffers, how rows are identified, how much is cached.
+# Models that differ in what threads share: heads, generation, buffers, identification, cache size.
 CASES: dict[str, dict[str, Any]] = {
     "heads of different widths": {"family": "bert"},
     "room for one expert": {"family": "bert", "expert_cache": "40KB"},
@@ -439,7 +446,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """One tally per kind of model."""
+    """Return one tally per kind of model."""
     tallies = []
     for name, options in tqdm(CASES.items(), desc="Sharing models", unit="model", disable=not progress):
         tally = Tally(f"{THREADS} threads, {name}")

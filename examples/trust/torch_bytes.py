@@ -1,4 +1,4 @@
-"""Files as `torch.save` writes them, byte by byte, so that they can say what torch never would."""
+"""Files in the format of `torch.save`, written byte by byte, so that they can hold what torch never writes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the number that legacy files begin with
+MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # magic number of legacy files
 VERSION = b"\x80\x02M\xe9\x03."
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a file says of a tensor: its storage (kind, key, numbers that it is said to have), place, shape, strides."""
+    """Description of a tensor in a file: its storage (kind, key, claimed length), offset, shape, strides."""
 
     key: str = "0"
     kind: str = "FloatStorage"
@@ -43,7 +43,7 @@ def numbers(values: Sequence[int]) -> bytes:
 
 
 def tensor(it: Tensor, legacy: bool = False) -> bytes:
-    """The instructions that rebuild a tensor."""
+    """Return the pickle instructions that rebuild a tensor."""
     storage = text("storage") + f"c{it.module}\n{it.kind}\n".encode() + text(it.key) + text("cpu") + number(it.numel)
     place = number(it.offset) + numbers(it.size) + numbers(it.stride) + b"\x89"
     hooks = b"ccollections\nOrderedDict\n)R"
@@ -51,7 +51,7 @@ def tensor(it: Tensor, legacy: bool = False) -> bytes:
 
 
 def program(tensors: Mapping[str, Tensor | bytes], legacy: bool = False) -> bytes:
-    """A pickle of named tensors; bytes are instructions as they are."""
+    """Return a pickle of named tensors; bytes are inserted as instructions."""
     items = [text(name) + (it if isinstance(it, bytes) else tensor(it, legacy)) for name, it in tensors.items()]
     return b"\x80\x02}(" + b"".join(items) + b"u."
 
@@ -59,7 +59,7 @@ def program(tensors: Mapping[str, Tensor | bytes], legacy: bool = False) -> byte
 def archive(
     pickled: bytes, storages: Mapping[str, bytes], *, compressed: bool = False, more: Sequence[tuple[str, bytes]] = ()
 ) -> bytes:
-    """A file of torch since 1.6."""
+    """Return a file in the format of torch since 1.6."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", pickled)
@@ -72,7 +72,7 @@ def archive(
 
 
 def legacy_file(pickled: bytes, storages: Mapping[str, bytes], numels: Mapping[str, int]) -> bytes:
-    """A file of torch before 1.6; `numels` is the length that stands before each storage."""
+    """Return a file in the format of torch before 1.6; `numels` are the lengths written before each storage."""
     info = b"\x80\x02}(" + text("little_endian") + b"\x88" + text("protocol_version") + number(1001) + b"u."
     keys = b"\x80\x02](" + b"".join(map(text, storages)) + b"e."
     data = b"".join(struct.pack("<q", numels[key]) + content for key, content in storages.items())

@@ -1,18 +1,19 @@
-"""Bombs by pixels, and posts to every address: a page's server must refuse or answer each, in little memory and time.
+"""Decompression bombs, and posts to every route: the demo's server must refuse or answer each, in little memory and
+time.
 
-A real server of a small model of images runs in a process of its own. What may come of a picture (`bombs.py`):
+A real server of a small image model runs in a process of its own. Allowed outcomes of a picture (`bombs.py`):
 
 - refused: the upload, the call, or its answer is one sentence;
 - answered: the page shows the task of the picture.
 
-What may come of a post to an address that gradio has:
+Allowed outcomes of a post to a route of gradio:
 
 - closed: the guard does not let it through;
-- as the page does: it is one of the few that a page in a browser makes.
+- as the page does: it is one of the few requests that a page in a browser makes.
 
-Everything else is a problem: more memory than a call may take, in the server or in the process that decodes; an answer
-that does not come; a server that is gone; a picture answered that must be refused; a request from the server to
-anybody; a file of the machine that is shown.
+Everything else is a problem: more memory than a call may take, in the server or in the process that decodes; a missing
+answer; a crashed server; an answer to a picture that must be refused; any outgoing request of the server; a leaked file
+of the machine.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from trust.subjects import TASKS, moved
 from trust.tally import Tally
 
 REFUSED, ANSWERED, CLOSED, OPEN = "refused", "answered", "closed", "as the page does"
-# How long a call may take, and how much more memory than a warm server has: of the server, and of what it started.
+# Limits of a call: its time, and memory beyond that of a warm server, for the server and its child processes.
 SECONDS, MEGABYTES = 60.0, 1000
 AT_ONCE = 20
-# What a page in a browser asks for.
+# Routes that a page in a browser requests.
 PAGE = ("/gradio_api/queue/join", "/gradio_api/upload", "/login", "/login/")
 
 
 def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = True) -> list[Tally]:
-    """Post pictures the way a browser does, and calls to every address; the long form has hundreds of both."""
+    """Post pictures as a browser does, and calls to every route; the long form has hundreds of both."""
     work_dir.mkdir(parents=True, exist_ok=True)
     shown, posted = Tally("pictures on the page"), Tally("posts to the page's server")
     with listener() as (other, asked), server(work_dir) as page:
@@ -69,7 +70,7 @@ def run(work_dir: Path, *, size: str = "short", seed: int = 0, progress: bool = 
 
 
 def judge(picture: Picture, page: Page) -> tuple[str, str | None]:
-    """Show a picture to the page; the outcome, and what is wrong with it."""
+    """Show a picture to the page; return the outcome, and the problem, if any."""
     with page.watched() as cost:
         outcome, said = page.show([(f"picture{picture.suffix}", picture.data)])
     wrong = cost.problem()
@@ -83,7 +84,7 @@ def judge(picture: Picture, page: Page) -> tuple[str, str | None]:
 
 
 def posts(page: Page, size: str, other: str) -> Iterator[tuple[str, str, str, bytes]]:
-    """Calls of the page's function with a bomb, with addresses and with files of the machine, to every address."""
+    """Yield calls of the page's function with a bomb, with URLs and with files of the machine, to every route."""
     bomb = page.upload([("bomb.png", pixel_bomb())])[1][0]
     given = {"a bomb": {"path": bomb}, "an address": {"path": f"{other}/a.png"}, "a file": {"path": "/etc/passwd"}}
     given["a file and an address"] = {"path": bomb, "url": f"{other}/b.png"}
@@ -102,7 +103,7 @@ def posts(page: Page, size: str, other: str) -> Iterator[tuple[str, str, str, by
 
 
 def _filled(path: str, session: str) -> str:
-    """An address with values in the place of its parameters; 'predict' is how gradio calls a function by its index."""
+    """Fill the parameters of a route with values; 'predict' is how gradio calls a function by its index."""
     values = {"api_name": "predict", "session_hash": session, "event_id": session}
     parts = path.split("{")
     return parts[0] + "".join(
@@ -123,7 +124,7 @@ def _judge_post(page: Page, name: str, method: str, path: str, body: bytes) -> t
 
 
 def _flood(page: Page) -> tuple[str, str | None]:
-    """Many calls with the bomb at once, by the queue and past it."""
+    """Send many calls with the bomb at once, through the queue and around it."""
     path = page.upload([("bomb.png", pixel_bomb())])[1][0]
     data = [[{"image": {"path": path, "meta": {"_type": "gradio.FileData"}}, "caption": None}], -1]
     body = json.dumps({"data": data, "fn_index": page.function, "session_hash": "flood"}).encode()
@@ -136,13 +137,13 @@ def _flood(page: Page) -> tuple[str, str | None]:
 
 
 class Page:
-    """A client of a page, as a browser is one; and a view on the memory of its server."""
+    """A client of a page, like a browser, with access to the memory figures of its server."""
 
     def __init__(self, port: int, process: int, function: int, routes: list[str]) -> None:
         self.port, self.process, self.function, self.routes = port, process, function, routes
 
     def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None):
-        """Send a request; the status, and the first of what is answered. A server that is gone is status 0."""
+        """Send a request; return the status and the beginning of the answer. Status 0 means that the server is gone."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
@@ -154,7 +155,7 @@ class Page:
             connection.close()
 
     def upload(self, files: list[tuple[str, bytes]]) -> tuple[int, Any]:
-        """Upload files; the status, and their paths, or what is said instead."""
+        """Upload files; return the status, and their paths or the error."""
         mark = secrets.token_hex(16)
         parts = [
             f'--{mark}\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
@@ -167,7 +168,7 @@ class Page:
         return status, json.loads(text) if status == 200 else text.decode(errors="replace")
 
     def show(self, files: list[tuple[str, bytes]]) -> tuple[str, str]:
-        """Upload pictures, run the page on them, and wait: whether it was refused or answered, and what was said."""
+        """Upload pictures, run the page on them, and wait; return whether it refused or answered, and its message."""
         status, paths = self.upload(files)
         if status != 200:
             return (REFUSED if 400 <= status < 500 else f"status {status}"), paths
@@ -190,7 +191,7 @@ class Page:
         return (ANSWERED, output["data"][0]) if done[0]["success"] else (REFUSED, str(output["error"]))
 
     def warm(self) -> None:
-        """Make the server do once what it does, so that what it then takes more is the call's."""
+        """Run everything on the server once, so that later growth is due to the call."""
         for _ in range(2):
             outcome, said = self.show([("warm.png", plain("PNG", 1000, 1000))])
             if outcome != ANSWERED:
@@ -198,20 +199,20 @@ class Page:
 
     @contextmanager
     def watched(self) -> Iterator[Cost]:
-        """Watch what the server, and all that it started, takes meanwhile."""
+        """Measure what the server and its child processes take meanwhile."""
         cost = Cost(self)
         yield cost
         cost.end()
 
 
 class Cost:
-    """Time, and the most memory that processes had beyond what they had before."""
+    """Time, and the peak of memory of processes beyond their level before."""
 
     def __init__(self, page: Page) -> None:
         self._page, self._start = page, monotonic()
         self._before = {}
         for process in self._processes():
-            Path(f"/proc/{process}/clear_refs").write_text("5")  # the highest mark starts again from here
+            Path(f"/proc/{process}/clear_refs").write_text("5")  # reset the peak
             self._before[process] = _kilobytes(process, "VmRSS")
         self.seconds = self.megabytes = 0.0
 
@@ -236,14 +237,14 @@ class Cost:
 def _kilobytes(process: int, name: str) -> int:
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:  # a process that has just ended
+    except OSError:  # the process has just ended
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
 
 
 @contextmanager
 def server(work_dir: Path) -> Iterator[Page]:
-    """Serve the page of a small model of images, from a process of its own."""
+    """Serve the page of a small image model, from a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, str(work_dir)), daemon=False)
@@ -252,7 +253,7 @@ def server(work_dir: Path) -> Iterator[Page]:
     try:
         yield Page(*ours.recv())
     finally:
-        ours.close()  # the server ends by itself
+        ours.close()  # the server then ends by itself
         process.join(SECONDS)
         process.kill()
         process.join()
@@ -278,14 +279,14 @@ def _serve(connection: Connection, work_dir: str) -> None:
 
 
 def _paths(routes: Iterable[Any]) -> Iterator[str]:
-    """Every address of an app, also those of routers within it."""
+    """Yield every route of an app, including those of nested routers."""
     for route in routes:
         within = getattr(route, "original_router", route)
         yield from [route.path] if hasattr(route, "path") else _paths(within.routes)
 
 
 def image_model(folder: Path) -> RetexModel:
-    """A small ViT that answers pictures of any size, with its image processor in a folder."""
+    """Make a small ViT that answers pictures of any size, with its image processor in a folder."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     base = tf.ViTForImageClassification(tf.ViTConfig(**sizes, image_size=32, patch_size=8)).eval()
@@ -299,7 +300,7 @@ def image_model(folder: Path) -> RetexModel:
 
 @contextmanager
 def listener() -> Iterator[tuple[str, list[str]]]:
-    """A server that notes who asks it for what; nobody should."""
+    """Run a server that records every request to it; there should be none."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -308,7 +309,7 @@ def listener() -> Iterator[tuple[str, list[str]]]:
             self.send_error(404)
 
         def log_message(self, *arguments: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
         do_HEAD = do_POST = do_GET
 

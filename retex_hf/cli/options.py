@@ -84,10 +84,10 @@ class DeviceOptions(Options):
     Args:
         device: The device to compute on, such as cuda, cuda:1 or mps; auto uses an accelerator if there is one.
             Default: the CPU.
-        device_map: Distribute the model as transformers does: auto, or {module: device, ...}. Replaces --device.
+        device_map: Distribute the model as transformers does: auto, or {module: device, ...}. Use instead of --device.
         offload_folder: Folder for the weights that --device-map leaves on disk.
-        dtype: Load and run the model in float32, bfloat16 or float16; a model saved afterwards has this dtype too.
-            Default: auto, the stored dtype.
+        dtype: Load and run the model in float32, bfloat16 or float16; a model saved whole afterwards has this dtype
+            too. Default: auto, the stored dtype.
     """
 
     device: str | None = None
