@@ -22,7 +22,7 @@ BATCH_SIZE = 64
 
 @dataclass
 class References:
-    """Where reference inputs come from; the fields are those of a recipe.
+    """Source of reference inputs; the fields are those of a recipe.
 
     Args:
         data: `{task: source}`, as `load_inputs` takes it.

@@ -18,7 +18,7 @@ BATCHED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class Plan:
-    """How changed tensors are stored: `lora` and `saved` hold modules, `stacks` and `left` (left out) parameters."""
+    """Storage of changed tensors: `lora` and `saved` hold modules, `stacks` and `left` (left out) parameters."""
 
     lora: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
