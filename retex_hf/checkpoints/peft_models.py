@@ -115,7 +115,7 @@ def _wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def _check_state(label: str, name: str, wrapper: nn.Module) -> None:
-    """Refuse a module that peft does not run with exactly one adapter, or whose tensors are quantised or offloaded."""
+    """Refuse a module that peft does not run with exactly one adapter, or whose tensors are not dense real numbers."""
     for key, tensor in (*wrapper.named_parameters(), *wrapper.named_buffers()):
         check_plain(f"{label}: tensor '{name}.{key}'", tensor)
     layers = [module for module in wrapper.modules() if isinstance(module, WRAPPERS)]
