@@ -1,6 +1,6 @@
 """Plots of a build: plain data in, a matplotlib `Figure` out, written to a file if a path is given.
 
-Figures are made without pyplot, so they need neither global state nor a display.
+Figures are made without pyplot, so they need neither global state nor a display. matplotlib is the extra `plots`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from ..errors import RetexError
 from ..utils.atomic_file import whole_file
 from ..utils.atomic_folder import check_target
+from ..utils.drawing import new_figure, require_matplotlib
+from ..utils.parameter_names import layer_type
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from ..workflows.analysis import StoragePoint
 
 Records = Sequence[Mapping[str, Any]]
@@ -219,6 +221,8 @@ def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None)
     _require(points, "There are no points of error against storage to plot.")
     points = sorted(points, key=lambda point: point.uniform_share)
     figure, (axes,) = _figure((), height=4.5)
+    from matplotlib.ticker import LogLocator, NullFormatter  # after `_figure`, which says what to install
+
     for index, (kind, label) in enumerate((("uniform", "one rank everywhere"), ("budgeted", "rank by budget"))):
         shares = [getattr(point, f"{kind}_share") for point in points]
         values = [getattr(point, f"{kind}_error") for point in points]
@@ -274,21 +278,12 @@ def save_figures(
     drawings = {name: drawing for name, drawing in drawings.items() if drawing[1]}
     if not drawings:
         return {}
+    require_matplotlib()  # before the folder is created
     figures = check_target(Path(folder) / FIGURES_FOLDER)
     paths = {name: figures / f"{name}.png" for name in drawings}
     for name, (draw, data) in drawings.items():
         draw(data, paths[name])
     return paths
-
-
-def layer_type(name: str) -> str:
-    """Return a parameter's name without layer numbers.
-
-    >>> from retex_hf.artifact.plots import layer_type
-    >>> layer_type("encoder.layer.11.attention.self.query.weight")
-    'encoder.layer.attention.self.query.weight'
-    """
-    return ".".join(part for part in name.split(".") if not part.isdigit()) or name
 
 
 def _by_type(names: Iterable[str]) -> dict[str, list[str]]:
@@ -339,7 +334,7 @@ def _figure(
     if len(labels) > LEGEND_INSIDE:
         # Text, and the line sample in front of it.
         width += -(-len(labels) // LEGEND_ROWS) * (CHARACTER_WIDTH * max(map(len, labels)) + 0.6)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure = new_figure(figsize=(width, height), dpi=DPI, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False).ravel().tolist()
     for axes in grid:
         axes.grid(True, color="0.9", linewidth=0.6)

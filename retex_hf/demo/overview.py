@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from markupsafe import Markup
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..artifact.plots import plot_energy_ratios, plot_errors, plot_losses
@@ -18,9 +17,13 @@ from ..evaluation.figures import plot_report
 from ..evaluation.run import MODES
 from ..model.retex_model import RetexModel
 from ..routing import Signatures
+from ..utils.drawing import NEEDS_MATPLOTLIB, can_draw
 from ..utils.tables import percent
 from ..workflows.energy import recovered_energy
 from .cards import png_uri
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN_LABELS = 4
 # Figures wider than this get a row of their own.
@@ -58,7 +61,11 @@ def figures_html(model: RetexModel) -> Markup:
     if model.training_history:
         text = "Loss and relative error over the steps of training."
         drawings.append((partial(plot_losses, model.training_history), text))
-    shown = Markup("").join(_figure_html(*drawing) for drawing in drawings) or _paragraph("There is nothing to draw.")
+    if drawings and not can_draw():
+        shown = _paragraph(NEEDS_MATPLOTLIB)
+    else:
+        nothing = _paragraph("There is nothing to draw.")
+        shown = Markup("").join(_figure_html(*drawing) for drawing in drawings) or nothing
     return Markup('<div class="rx"><h2>Figures</h2><div class="rx-figures">{}</div></div>').format(shown)
 
 

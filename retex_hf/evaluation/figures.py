@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from ..artifact.plots import COLOURS, DPI
 from ..utils.atomic_file import whole_file
+from ..utils.drawing import new_figure
 from .run import MODES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BAR_HEIGHT = 0.28
 PANEL_WIDTH = 3.2
@@ -28,7 +30,7 @@ def plot_report(summary: Mapping[str, Any], path: str | Path | None = None) -> F
     names = list(methods)
     # Names, then panels, in inches.
     width = 0.09 * max(map(len, names)) + PANEL_WIDTH * len(modes) + 0.4
-    figure = Figure(figsize=(width, BAR_HEIGHT * len(names) + 1.3), dpi=DPI, layout="constrained")
+    figure = new_figure(figsize=(width, BAR_HEIGHT * len(names) + 1.3), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
     normalised = summary["individual"] is not None
     for colour, axes, mode in zip(COLOURS, panels, modes, strict=False):

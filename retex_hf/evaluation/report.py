@@ -6,6 +6,7 @@ The three modes answer different questions, so they have separate columns, table
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from huggingface_hub import EvalResult
 from ..errors import EvaluationError
 from ..utils.atomic_file import whole_file
 from ..utils.atomic_folder import check_target
+from ..utils.drawing import NEEDS_MATPLOTLIB, can_draw
 from ..utils.tables import Table, bold_best, percent
 from .bootstrap import CONFIDENCE, RESAMPLES, Interval
 from .comparison import Comparison
 from .figures import plot_report
 from .run import MODES, Evaluation
+
+logger = logging.getLogger(__name__)
 
 
 class Report:
@@ -105,10 +109,10 @@ class Report:
         return "\n\n".join(sections) + "\n"
 
     def save(self, folder: str | Path) -> dict[str, Path]:
-        """Write `results.json`, `results.md` and `results.png`.
+        """Write `results.json`, `results.md` and, if matplotlib is installed, `results.png`.
 
         Returns:
-            `{name: path}` of the files.
+            `{name: path}` of the files written.
         """
         folder = check_target(folder)
         paths = {kind: folder / f"results.{kind}" for kind in ("json", "md", "png")}
@@ -117,7 +121,12 @@ class Report:
             file.write_text(text + "\n", encoding="utf-8")
         with whole_file(paths["md"]) as file:
             file.write_text(self.markdown(), encoding="utf-8")
-        plot_report(self._summary, paths["png"])
+        if can_draw():
+            plot_report(self._summary, paths["png"])
+            return paths
+        # A picture of an earlier report would not show these numbers.
+        paths.pop("png").unlink(missing_ok=True)
+        logger.warning("The report in %s has no picture. %s", folder, NEEDS_MATPLOTLIB)
         return paths
 
     def eval_results(

@@ -11,7 +11,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..artifact import reading, schema
-from ..artifact.plots import layer_type
 from ..artifact.sizes import BODY, HEADS, PRETRAINED, RECOVERY, ROWS, SIGNATURES, bytes_of
 from ..backends import LIBRARIES
 from ..checkpoints.sources import open_files, weight_files
@@ -20,6 +19,7 @@ from ..config import CONFIG_NAME
 from ..errors import ArtifactError, brief
 from ..recovery import OffsetGenerator, RecoveryModule
 from ..recovery.layout import GENERATED_FIRST, MATRIX, VECTOR
+from ..utils.parameter_names import layer_type
 
 MOST_OF_THE_ENERGY = 0.9
 

@@ -17,7 +17,6 @@ from transformers import BertConfig, BertModel
 
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
 from retex_hf.artifact.plots import (
-    layer_type,
     plot_energy_ratios,
     plot_errors,
     plot_gammas,
@@ -25,6 +24,7 @@ from retex_hf.artifact.plots import (
     plot_storage,
     save_figures,
 )
+from retex_hf.utils.parameter_names import layer_type
 from retex_hf.workflows.analysis import StoragePoint, analyse
 
 

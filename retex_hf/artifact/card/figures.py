@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
+from ...utils.drawing import new_figure
 from ..plots import COLOURS, DPI, plot_errors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BAR_HEIGHT = 0.16
 
@@ -34,7 +37,7 @@ def plot_results(results: Mapping[str, Mapping[str, float | None]]) -> Figure:
     """
     tasks = list(dict.fromkeys(task for shares in results.values() for task in shares))
     height = BAR_HEIGHT * (len(results) + 1) * len(tasks) + 1.2
-    figure = Figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
+    figure = new_figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     for index, (title, shares) in enumerate(results.items()):
         found = {place: shares[task] for place, task in enumerate(tasks) if shares.get(task) is not None}

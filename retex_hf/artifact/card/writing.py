@@ -14,9 +14,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...backends import library_of
 from ...config import CONFIG_NAME
-from ...errors import ArtifactError
+from ...errors import ArtifactError, shorten
+from ...utils.drawing import NEEDS_MATPLOTLIB, can_draw
 from ...utils.strict_files import check_links, read_text
 from ..state import RetexParts
+from . import figures as drawing
 from . import sections
 from .text import context
 from .usage import GENERATOR, use_of
@@ -60,13 +62,14 @@ def write_card(
             artifact that the model was loaded from, the one that a person changed since the last push is updated.
             Default: the card is local, and is titled after the folder that is replaced.
         figures: Draw the figures, which takes longer than the rest of a save. Existing figures are always redrawn.
+            Without matplotlib the card shows none of the model's own figures, and a warning says so.
     """
     previous = folder if previous is None else previous
     own = _own_card(parts) if name is not None else None
     name = name or previous.name
     folder.mkdir(exist_ok=True)
     results = measured(parts)
-    _draw_figures(parts, results, folder, previous, figures)
+    outdated = _draw_figures(parts, results, folder, previous, figures)
     old = _previous_card(parts, previous)
     text = _text_of(old) if old is not None else None
     from_here = None
@@ -79,7 +82,7 @@ def write_card(
     shown = [
         (path, CAPTIONS[figure])
         for path, figure in FIGURES.items()
-        if _is_there(path, folder, previous) and (figure != "results" or results)
+        if _is_there(path, folder, previous) and figure not in outdated and (figure != "results" or results)
     ]
     card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, folder, name, results))
     # Keep the licence of the base even if its card is no longer available.
@@ -218,18 +221,26 @@ def _draw_figures(
     folder: Path,
     previous: Path,
     everything: bool,
-) -> None:
-    """Draw the available figures, and copy those of the artifact that the model was loaded from."""
+) -> set[str]:
+    """Draw the available figures, and copy those of the artifact that the model was loaded from.
+
+    Return the names of figures that could not be drawn for lack of matplotlib: files of that name are outdated.
+    """
+    outdated: set[str] = set()
     source = parts.side_folder
     is_artifact = source is not None and (source / CONFIG_NAME).is_file()
     for path, name in FIGURES.items():
         if name in DRAWN:
             wanted = everything or (previous / path).is_file()
             if wanted and (parts.errors if name == "errors" else results):
-                from . import figures as drawing  # importing matplotlib is slow
-
-                drawing.draw(name, parts.errors, results, folder / path)
+                if can_draw():
+                    drawing.draw(name, parts.errors, results, folder / path)
+                else:
+                    outdated.add(name)
         elif is_artifact and (source / path).is_file() and not _is_there(path, folder, previous):
             check_links([source / path], source, ArtifactError)
             (folder / FIGURES_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(source / path, folder / path)
+    if outdated:
+        logger.warning("The model card lacks the figures %s. %s", shorten(sorted(outdated)), NEEDS_MATPLOTLIB)
+    return outdated
