@@ -1,4 +1,4 @@
-"""Draw the picture of the README: accuracy against added storage, task unknown, from the result files.
+"""Draw the picture of the README: accuracy and added storage, task unknown, from the result files.
 
     python examples/benchmarks/plot_results.py
 
@@ -25,10 +25,7 @@ SUITES = {
     "text8": "Text: MiniLM, 8 tasks",
     "text_to_text": "T5: Flan-T5-small, 6 tasks",
 }
-LABELLED = {  # method -> offset of its label, in points
-    "average": (7, -4), "TIES": (7, 5), "ID-EMR": (6, -12), "ID-LoRA": (7, -11), "Twin-Merging": (8, -22),
-    "SiM": (-12, -15), "ReTeX": (-4, 8),
-}  # fmt: skip
+METHODS = ["average", "TIES", "ID-LoRA", "Twin-Merging", "SiM", "ReTeX"]
 
 
 def task_unknown(text: str) -> dict[str, tuple[float, float]]:
@@ -44,22 +41,23 @@ def task_unknown(text: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def draw(axes: Axes, title: str, methods: dict[str, tuple[float, float]]) -> None:
-    """Draw one suite; the variants of ReTeX are left out."""
-    for name, point in methods.items():
-        if name.startswith("ReTeX") and name != "ReTeX":
-            continue
-        ours = name == "ReTeX"
-        axes.scatter(*point, s=90 if ours else 28, marker="*" if ours else "o", color="#bc4c00" if ours else "#57606a")
-        if name in LABELLED:
-            style = {"color": "#bc4c00", "weight": "bold"} if ours else {"color": "#1f2328"}
-            axes.annotate(name, point, LABELLED[name], textcoords="offset points", fontsize=8, **style)
+def draw(axes: Axes, title: str, found: dict[str, tuple[float, float]]) -> None:
+    """Draw a bar per method: its accuracy, with the storage that it adds written beside it."""
+    for row, name in enumerate(METHODS):
+        added, accuracy = found[name]
+        axes.barh(row, accuracy, height=0.66, color="#bc4c00" if name == "ReTeX" else "#afb8c1")
+        inside = accuracy > 60
+        place = {"x": accuracy - 1.5, "ha": "right"} if inside else {"x": accuracy + 1.5, "ha": "left"}
+        white = inside and name == "ReTeX"
+        text = f"{accuracy:.1f}   (+{added:.1f} % storage)"
+        axes.text(y=row, s=text, va="center", fontsize=8, color="white" if white else "#1f2328", **place)
+    axes.set_yticks(range(len(METHODS)), METHODS)
+    axes.invert_yaxis()
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("storage added, % of all experts", fontsize=9)
-    axes.set_xlim(-4, 108)
-    axes.set_ylim(0, 109)
-    axes.tick_params(labelsize=8)
-    axes.grid(color="#d0d7de", linewidth=0.5)
+    axes.set_xlabel("accuracy, % of the experts'", fontsize=9)
+    axes.set_xlim(0, 101)
+    axes.tick_params(labelsize=9, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def main() -> None:
@@ -68,10 +66,9 @@ def main() -> None:
     output = parser.parse_args().output
     # Text stays text and ids stay the same, so that the same tables give the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "retex"})
-    figure, panels = pyplot.subplots(1, len(SUITES), figsize=(10, 3.3), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(SUITES), figsize=(10, 2.6), sharey=True, layout="constrained")
     for axes, (suite, title) in zip(panels, SUITES.items(), strict=True):
         draw(axes, title, task_unknown((RESULTS / f"{suite}.md").read_text(encoding="utf-8")))
-    panels[0].set_ylabel("accuracy, % of the experts'", fontsize=9)
     figure.savefig(output, metadata={"Date": None}, facecolor="white")
 
 
