@@ -1,4 +1,4 @@
-"""Main tables of several suites in one: the table in the README.
+"""Main tables of several suites in one: the table in docs/benchmarks.md.
 
     python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
 

@@ -1,0 +1,76 @@
+"""Draw the picture of the README: accuracy and added storage, task unknown, from the result files.
+
+    python examples/benchmarks/plot_results.py
+
+Reads the tables "Task unknown" of `results/vision8.md`, `text8.md` and `text_to_text.md`; writes
+`docs/assets/results.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "assets" / "results.svg"
+SUITES = {
+    "vision8": "Vision: TinyViT, 8 tasks",
+    "text8": "Text: MiniLM, 8 tasks",
+    "text_to_text": "T5: Flan-T5-small, 6 tasks",
+}
+METHODS = ["average", "TIES", "ID-LoRA", "Twin-Merging", "SiM", "ReTeX"]
+
+
+def task_unknown(text: str) -> dict[str, tuple[float, float]]:
+    """Return `{method: (storage added, normalised accuracy)}`, in per cent, of the section "Task unknown"."""
+    section = text.split("## Task unknown", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    end = next((i for i, line in enumerate(lines[1:], 1) if line.startswith("| method")), len(lines))
+    found = {}
+    for line in lines[2:end]:
+        row = dict(zip(header, (cell.strip().strip("*") for cell in line.strip("|").split("|")), strict=True))
+        found[row["method"]] = float(row["storage, added"]), float(row["normalised"].split()[0])
+    return found
+
+
+def draw(axes: Axes, title: str, found: dict[str, tuple[float, float]]) -> None:
+    """Draw a bar per method: its accuracy, with the storage that it adds written beside it."""
+    for row, name in enumerate(METHODS):
+        added, accuracy = found[name]
+        axes.barh(row, accuracy, height=0.66, color="#bc4c00" if name == "ReTeX" else "#afb8c1")
+        inside = accuracy > 60
+        place = {"x": accuracy - 1.5, "ha": "right"} if inside else {"x": accuracy + 1.5, "ha": "left"}
+        white = inside and name == "ReTeX"
+        text = f"{accuracy:.1f}   (+{added:.1f} % storage)"
+        axes.text(y=row, s=text, va="center", fontsize=8, color="white" if white else "#1f2328", **place)
+    axes.set_yticks(range(len(METHODS)), METHODS)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("accuracy, % of the experts'", fontsize=9)
+    axes.set_xlim(0, 101)
+    axes.tick_params(labelsize=9, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=PICTURE)
+    output = parser.parse_args().output
+    # Text stays text and ids stay the same, so that the same tables give the same file.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "retex"})
+    figure, panels = pyplot.subplots(1, len(SUITES), figsize=(10, 2.6), sharey=True, layout="constrained")
+    for axes, (suite, title) in zip(panels, SUITES.items(), strict=True):
+        draw(axes, title, task_unknown((RESULTS / f"{suite}.md").read_text(encoding="utf-8")))
+    figure.savefig(output, metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()
