@@ -145,14 +145,14 @@ def evaluate(
     state = _plain_state(method)
     scores = {}
     bar = track(
-        title=method.name,
+        title=f"Evaluating {method.name}",
         unit="batch",
         total=len(modes) * len(stream),
         progress=progress and _is_main(accelerator),
     )
     with bar, torch.inference_mode():
         for mode in modes:
-            bar.set_description(f"{method.name}, {MODES[mode]}")
+            bar.set_description(f"Evaluating {method.name}, {MODES[mode]}")
             rows = _run(Question(method, tasks, collate, mode, choice), stream, accelerator, bar)
             scores[mode] = _by_task(rows, tasks, mode)
     return Evaluation(method.name, scores, method.storage_bytes(), state, seed)
