@@ -102,7 +102,7 @@ KEYS = (
     "5", "null", "true", "2020-01-01", "1.5", "'a b'", "'a=b'", "'-->'", '"a\\nb"', "!!binary aGk=", "''",
 )  # fmt: skip
 FRESH = {
-    "library_name": "retex_hf", "tags": ["retex", "merge"], "license": "mit", "base_model": ["a/b"], "metrics": ["f1"],
+    "library_name": "retex-hf", "tags": ["retex", "merge"], "license": "mit", "base_model": ["a/b"], "metrics": ["f1"],
     "model-index": [{"name": "x", "results": []}], "datasets": ["d"], "pipeline_tag": "text-classification",
 }  # fmt: skip
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..checkpoints import manifest
 from ..checkpoints.folder_files import FolderFiles
@@ -18,6 +17,7 @@ from ..checkpoints.sources import Source, open_files, open_state_dict, weight_fi
 from ..checkpoints.tokenizer_files import is_side_file
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, CheckpointError
+from ..utils.progress import track
 
 WEIGHTS = ".safetensors"
 
@@ -94,9 +94,7 @@ def _read_weights(folder: Path, records: Mapping[str, FileRecord]) -> Iterator[t
     aligned memory, on which results depend in their last bit.
     """
     size = sum(found.size for found in records.values())
-    with tqdm(
-        desc="Reading files", total=size, unit="B", unit_scale=True, delay=SECONDS_WITHOUT_BAR, leave=False
-    ) as bar:
+    with track(title="Reading files", unit="B", total=size, delay=SECONDS_WITHOUT_BAR, leave=False) as bar:
         for name, found in records.items():
             try:
                 read = load_safetensors(manifest.read_verified(folder, name, found))

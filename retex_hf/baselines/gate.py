@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 
 from ..evaluation.method import Material
 from ..merging.expert_weights import ExpertWeights
 from ..routing import FeatureExtractor, feature_blocks
+from ..utils.progress import track
 
 FEATURE_BATCH = 64
 
@@ -63,7 +63,7 @@ class TaskGate:
 
     def _read(self, inputs: Mapping[str, Sequence[Any]], material: Material, progress: bool) -> tuple[Tensor, Tensor]:
         features, known = [], []
-        for number, rows in enumerate(tqdm(inputs.values(), desc="Reading features", disable=not progress)):
+        for number, rows in enumerate(track(inputs.values(), title="Reading features", unit="task", progress=progress)):
             for start in range(0, len(rows), FEATURE_BATCH):
                 features.append(self.features(material.collate(rows[start : start + FEATURE_BATCH])))
             known.append(torch.full((len(rows),), number))
@@ -89,7 +89,7 @@ def train_gate(
     features, known = training
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
     best, kept = -1.0, None
-    for _ in tqdm(range(epochs), desc="Training the gate", unit="epoch", disable=not progress):
+    for _ in track(range(epochs), title="Training the gate", unit="epoch", progress=progress):
         network.train()
         for rows in torch.randperm(len(features)).split(batch_size):
             if len(rows) == 1 < len(features):

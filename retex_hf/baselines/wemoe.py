@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from ..data.readout import Answer, entropy
 from ..evaluation.method import Material, Method, Prediction, without_padding
 from ..merging.expert_weights import ExpertWeights
 from ..routing import pool
+from ..utils.progress import track
 from .blocks import layer_size, require_mlps
 from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic
 from .heads import most_confident
@@ -90,7 +90,7 @@ class WEMoE(Method):
         optimizer = torch.optim.Adam(routers.parameters(), lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(self.steps, 1))
         entropies = []
-        bar = tqdm(range(self.steps), desc="Training routers", unit="step", disable=not self.progress)
+        bar = track(range(self.steps), title="Training routers", unit="step", progress=self.progress)
         for _ in bar:
             optimizer.zero_grad()
             total = 0.0

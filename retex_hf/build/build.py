@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..artifact import reading, writing
 from ..artifact.schema import head_key
@@ -30,6 +29,7 @@ from ..recovery import History, Targets, TrainingConfig, clear_state, plan_layou
 from ..recovery.work_sharing import run_dealt
 from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
 from ..utils.devices import device_of, parse_device
+from ..utils.progress import remark
 from .estimate import BuildEstimate
 from .merged_tensors import FileTensors, MergedTensors, ModelTensors
 from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
@@ -139,7 +139,7 @@ def build_folder(
     if main:
         _check_disk(estimate, target)
         if progress:
-            tqdm.write(f"Building {target.name}: {estimate}")
+            remark(f"Building {target.name}: {estimate}")
     identity = blueprint.identity() | {"stems": stems}
     data = None
     if calibration is not None:

@@ -17,10 +17,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, brief, shorten
+from ..utils.progress import track
 from ..utils.strict_files import check_links
 
 logger = logging.getLogger(__name__)
@@ -156,16 +155,14 @@ def _changed(folder: Path, name: str, difference: str) -> ArtifactError:
 
 def _digests(folder: Path, sizes: Mapping[str, int], title: str) -> dict[str, str]:
     with (
-        tqdm(
-            desc=title, total=sum(sizes.values()), unit="B", unit_scale=True, delay=SECONDS_WITHOUT_BAR, leave=False
-        ) as bar,
+        track(title=title, unit="B", total=sum(sizes.values()), delay=SECONDS_WITHOUT_BAR, leave=False) as bar,
         ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool,
     ):
         found = {name: pool.submit(_sha256, folder / name, bar) for name in sizes}
         return {name: digest.result() for name, digest in found.items()}
 
 
-def _sha256(path: Path, bar: tqdm) -> str:
+def _sha256(path: Path, bar: Any) -> str:
     digest, piece = hashlib.sha256(), bytearray(PIECE)
     view = memoryview(piece)
     try:

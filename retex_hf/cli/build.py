@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..recovery import TrainingConfig
 from ..utils.hub_errors import without_secrets
 from ..utils.paths import as_path
+from ..utils.progress import waiting
 from ..utils.terminal import say
 from ..workflows.from_recipe import differences, make
 from .options import POSITIONAL, Options, Parser, add_fields
@@ -87,13 +88,15 @@ class BuildOptions(Options):
             raise ConfigError("Say where the artifact goes: --output-dir, or output_dir in the recipe.")
         for difference in differences(recipe):
             say(f"note: not bit for bit: {difference}.")
-        model = make(recipe, progress=self.progress)
+        model = make(recipe, progress=True)
         errors = model.recovery_errors.values()
         mean = sum(errors) / len(errors) if errors else 0.0
         signed = "signed" if model.signatures is not None else "not signed yet (retex sign)"
         say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
         if recipe.push_to_hub:
-            say(without_secrets(model.push_to_hub(recipe.push_to_hub).commit_url))
+            with waiting(f"Pushing to {without_secrets(recipe.push_to_hub)}"):
+                commit = model.push_to_hub(recipe.push_to_hub)
+            say(without_secrets(commit.commit_url))
 
 
 def _recipe_file(path: Path) -> Path:

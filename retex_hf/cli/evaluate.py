@@ -104,7 +104,7 @@ class EvalOptions(DeviceOptions):
             base=base,
             seed=self.seed,
             batch_size=self.batch_size,
-            progress=self.progress,
+            progress=True,
         )
         self._keep(model, report)
 

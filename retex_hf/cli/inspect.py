@@ -43,7 +43,7 @@ class InspectOptions(Options):
 
     def run(self) -> None:
         folder = find_artifact(self.artifact, revision=self.revision)
-        found = inspect_artifact(folder, spectra=self.spectra, progress=self.progress)
+        found = inspect_artifact(folder, spectra=self.spectra, progress=True)
         if self.json:
             say(as_json(found, indent=2))
             return

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import inspect
 import re
-import sys
 import textwrap
 import types
 import typing
@@ -66,11 +65,6 @@ class Options(ABC):
     def from_namespace(cls: type[Self], values: dict[str, Any]) -> Self:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: values[name] for name in names if values.get(name) is not None})
-
-    @property
-    def progress(self) -> bool:
-        """Return whether to show progress: only on a terminal."""
-        return sys.stderr.isatty()
 
     @abstractmethod
     def run(self) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tqdm.auto import tqdm
-
 from ..data.datasets import read_line
 from ..errors import InputError
 from ..model.retex_model import RetexModel
+from ..utils.progress import track
 from ..utils.tables import Table
 from ..utils.terminal import as_json, say
 from ..workflows.predictor import PROMPT, Answer, Predictor, preprocessor_of
@@ -96,7 +95,7 @@ class PredictOptions(DeviceOptions):
             inputs = read_inputs(sources, predictor.preprocessor.kind, self.input_column)
         records = self._records(predictor, inputs)
         if (self.format or ("table" if sys.stdout.isatty() else "jsonl")) == "table":
-            self._print_table(list(tqdm(records, unit="input", disable=not self.progress)))
+            self._print_table(list(track(records, title="Predicting", unit="input")))
         else:
             for record in records:
                 say(as_json(record), flush=True)

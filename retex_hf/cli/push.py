@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ..model.retex_model import RetexModel
 from ..utils.hub_errors import without_secrets
+from ..utils.progress import waiting
 from ..utils.terminal import say
 from .options import POSITIONAL, Options
 
@@ -44,12 +45,13 @@ class PushOptions(Options):
 
     def run(self) -> None:
         model = RetexModel.from_pretrained(self.artifact)
-        commit = model.push_to_hub(
-            self.repo_id,
-            private=self.private or None,
-            revision=self.revision,
-            create_pr=self.create_pr,
-            commit_message=self.commit_message,
-            max_shard_size=self.max_shard_size,
-        )
+        with waiting(f"Pushing to {without_secrets(self.repo_id)}"):
+            commit = model.push_to_hub(
+                self.repo_id,
+                private=self.private or None,
+                revision=self.revision,
+                create_pr=self.create_pr,
+                commit_message=self.commit_message,
+                max_shard_size=self.max_shard_size,
+            )
         say(without_secrets(commit.pr_url or commit.commit_url))

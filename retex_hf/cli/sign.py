@@ -73,7 +73,7 @@ class SignOptions(DeviceOptions):
         model.retex_config = dataclasses.replace(model.retex_config, **given)
         if model.recipe is not None and given:
             model.recipe["config"] = {**model.recipe.get("config", {}), **given}
-        accuracies = sign(model, references, inputs=inputs, progress=self.progress)
+        accuracies = sign(model, references, inputs=inputs, progress=True)
         target = self.output_dir or self.artifact
         if self.output_dir is not None or model.retex_config.shared_trunk:  # a shared trunk drops weights
             model.save_pretrained(target)

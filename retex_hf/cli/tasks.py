@@ -60,7 +60,7 @@ class AddTaskOptions(DeviceOptions):
         length = known if self.max_length is None else self.max_length
         data = {} if self.data is None else {self.task: self.data}
         references = References(data, self.split, self.input_column, length, self.seed)
-        options = {"base": self.base, "tolerance": self.tolerance, "progress": self.progress}
+        options = {"base": self.base, "tolerance": self.tolerance, "progress": True}
         say(add_task(model, self.task, self.expert, references, **options))
         target = self.output_dir or self.artifact
         model.save_pretrained(target)

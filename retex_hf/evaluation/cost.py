@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..data.readout import Readout
 from ..data.task_data import TaskData
@@ -29,6 +28,7 @@ from ..errors import EvaluationError
 from ..merging.expert_weights import ExpertWeights
 from ..utils.atomic_file import whole_file
 from ..utils.atomic_folder import check_target
+from ..utils.progress import track
 from ..utils.tables import Table
 from .checks import check_tasks
 from .method import Collate, Material, Method, Prediction
@@ -194,7 +194,7 @@ def measure_cost(
     pairs = [(method, mode) for method in methods for mode in modes_of(method) if mode in modes]
     with torch.inference_mode():
         reference = _measure(static, "known", prepared, repeats, static, None)
-        bar = tqdm(pairs, desc="costs", unit="method", disable=not progress)
+        bar = track(pairs, title="Measuring costs", unit="method", progress=progress)
         costs = [_measure(method, mode, prepared, repeats, static, reference) for method, mode in bar]
     return CostTable([reference, *costs], batch_size, torch.get_num_threads())
 

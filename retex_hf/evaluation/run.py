@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from ..data.readout import Answer
 from ..data.task_data import TaskData
 from ..errors import EvaluationError
 from ..utils.atomic_file import whole_file
 from ..utils.paths import as_path
+from ..utils.progress import track
 from ..utils.strict_files import read_json
 from .checks import check_answers, check_chosen_tasks, check_tasks
 from .method import Collate, Method, Prediction
@@ -144,10 +144,15 @@ def evaluate(
     stream = mixed_batches([len(task) for task in tasks], batch_size, seed)
     state = _plain_state(method)
     scores = {}
-    bar = tqdm(total=len(modes) * len(stream), unit="batch", disable=not progress or not _is_main(accelerator))
+    bar = track(
+        title=f"Evaluating {method.name}",
+        unit="batch",
+        total=len(modes) * len(stream),
+        progress=progress and _is_main(accelerator),
+    )
     with bar, torch.inference_mode():
         for mode in modes:
-            bar.set_description(f"{method.name}, {MODES[mode]}")
+            bar.set_description(f"Evaluating {method.name}, {MODES[mode]}")
             rows = _run(Question(method, tasks, collate, mode, choice), stream, accelerator, bar)
             scores[mode] = _by_task(rows, tasks, mode)
     return Evaluation(method.name, scores, method.storage_bytes(), state, seed)
@@ -230,7 +235,7 @@ def ask(method: Method, inputs: Mapping[str, Tensor], tasks: Sequence[str], mode
 
 
 def _run(
-    question: Question, stream: Sequence[Sequence[tuple[int, int]]], accelerator: Accelerator | None, bar: tqdm
+    question: Question, stream: Sequence[Sequence[tuple[int, int]]], accelerator: Accelerator | None, bar: Any
 ) -> Tensor:
     """Return (task, row, correct, identified) of every row of the stream, on every process."""
     pieces = []

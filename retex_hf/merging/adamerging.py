@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..data.readout import entropy
 from ..errors import ConfigError, RetexError
+from ..utils.progress import track
 from .options import check_density, check_number
 from .registry import AUTO, Merger, TaskTensors, register_merge
 from .threshold import magnitude_thresholds, trimming_bounds, vector_thresholds
@@ -75,7 +75,7 @@ def learn_coefficients(
     modules = {task: weights.module(body, task) for task in weights.tasks}
     draws = {task: _draws(batches[task], rows_per_task, random.Random(f"{seed} {task}")) for task in weights.tasks}
     optimiser = torch.optim.Adam([coefficients], lr=learning_rate)
-    bar = tqdm(range(steps), desc="Learning coefficients", unit="step", disable=not progress)
+    bar = track(range(steps), title="Learning coefficients", unit="step", progress=progress)
     for _ in bar:
         write_body(body, weights.base, vectors, coefficients)
         total = 0.0

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import InputError
+from ..utils.progress import track
 from .options import check_number, per_task
 from .registry import AUTO, Merger, TaskTensors, register_merge
 
@@ -45,7 +45,7 @@ def choose_by_accuracy(
     """
     weights, tasks = calibration.weights, calibration.weights.tasks
     rounds = len(tasks) * ((len(THRESHOLDS) if thresholds == AUTO else 0) + (len(SCALES) + 1 if scale == AUTO else 0))
-    with tqdm(total=rounds, desc="Choosing by accuracy", unit="run", disable=not calibration.progress) as bar:
+    with track(total=rounds, title="Choosing by accuracy", unit="run", progress=calibration.progress) as bar:
 
         def accuracy(body: Mapping[str, Tensor], task: str) -> float:
             bar.update()

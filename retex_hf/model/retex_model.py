@@ -40,6 +40,7 @@ from ..routing import (
 )
 from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
 from ..utils.paths import as_path
+from ..utils.progress import remark
 from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks
 from .export.lora import LoraExport, export_lora
 from .peft_names import LOADING, SAVING, check_options
@@ -458,7 +459,7 @@ class RetexModel(RoutedModel):
         }
         self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
         if progress:
-            print(describe_trunk(trunk, self.signatures.feature_layer))
+            remark(describe_trunk(trunk, self.signatures.feature_layer))
 
     def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
         if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):

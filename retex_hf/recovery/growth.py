@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from ..utils.progress import track
 from .closed_form import SLAB_ROWS, best_scales, gram
 from .layout import GENERATED_FIRST, MATRIX, SHARED_FIRST, VECTOR, Layout
 from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
@@ -83,7 +83,7 @@ def add_to_recovery(
         units.setdefault(recovery.generator_name(name), []).append(name)
     units |= {name: [name] for name in joining}
     generators, scales, growth = {}, {}, Growth()
-    for first, names in tqdm(units.items(), desc="Adding the task", unit="parameter", disable=not progress):
+    for first, names in track(units.items(), title="Adding the task", unit="parameter", progress=progress):
         known = first in recovery
         generator = recovery[first] if known else empty_generator(joining[first], dimension, dtype)
         tensors = [read(name) for name in names]

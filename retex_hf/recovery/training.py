@@ -21,12 +21,12 @@ from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from ..config import RetexConfig
 from ..errors import ConfigError, RetexError, first_line
 from ..utils.atomic_folder import check_plain, check_target, remove, replacing, together
+from ..utils.progress import track
 from ..utils.strict_files import read_json
 from .layout import MATRIX, Layout
 from .module import RecoveryModule
@@ -185,13 +185,13 @@ def train(
     history = history if history is not None else History()
     checkpoint = _Checkpoint(training, config, targets, accelerator, schedule)
     start = checkpoint.resume(history)
-    bar = tqdm(
+    bar = track(
         range(start, total),
+        title="Training",
+        unit="step",
         initial=start,
         total=total,
-        desc="Training",
-        unit="step",
-        disable=not progress or not accelerator.is_main_process,
+        progress=progress and accelerator.is_main_process,
     )
     sums, since = torch.zeros(3, device=accelerator.device), 0
     for step in bar:

@@ -9,11 +9,11 @@ from typing import TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..checkpoints.tensor_store import Store
 from ..errors import shorten
 from ..utils.devices import enough_memory
+from ..utils.progress import track
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -62,7 +62,7 @@ def run_dealt(
     owners = deal(todo, count)
     mine = [key for key in todo if owners[key] == rank]
     done = {}
-    for key in tqdm(mine, desc=description, unit="tensor", disable=not progress or rank != 0):
+    for key in track(mine, title=description, unit="tensor", progress=progress and rank == 0):
         with enough_memory(f"work on {shorten([key] if isinstance(key, str) else key)}"):
             done[key] = work(key)
         if store is not None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import ConfigError, InputError
 from ..rows import Along
+from ..utils.progress import track
 from .features import FeatureExtractor
 from .pooling import Layout
 from .signatures import Signatures, held_out_accuracy, shallowest_good
@@ -89,7 +89,7 @@ def fit_signatures(
     references = {**references, task: chain([first], batches)}
     extractor = trying(make, candidates, first)
     features: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
-    for task in tqdm(references, desc="Reading reference inputs", unit="task", disable=not progress):
+    for task in track(references, title="Reading reference inputs", unit="task", progress=progress):
         collected = reference_features(extractor, task, references[task], num_reference)
         for layer in extractor.layers:
             features[layer].append(collected[layer])

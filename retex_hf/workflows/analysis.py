@@ -26,7 +26,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..backends import library_of
 from ..checkpoints import Checkpoint, Inventory, TensorInfo, open_source, read_finite, take_inventory
@@ -35,6 +34,7 @@ from ..config import RetexConfig
 from ..errors import CheckpointError, RetexError, TaskError, shorten
 from ..recovery import Layout, Spectrum, Targets, allocate, plan_layout, spectrum
 from ..recovery.layout import MATRIX, at_rank
+from ..utils.progress import track
 
 
 class HeadBank(Protocol):
@@ -111,7 +111,7 @@ def analyse(
     tasks = targets.experts.tasks
     ratios: dict[str, list[Tensor]] = {task: [] for task in tasks}
     spectra = {}
-    for name in tqdm(targets.names, desc="Reading spectra", unit="tensor", disable=not progress):
+    for name in track(targets.names, title="Reading spectra", unit="tensor", progress=progress):
         differences = targets.differences(name)
         shape = inventory.shapes[name]
         # A layout of rank 1 tells the kind of the parameter; its spectrum then covers all ranks.
@@ -202,7 +202,7 @@ def error_against_storage(
         return (_residual(spectra, layouts) / energy) ** 0.5, stored
 
     points = []
-    for rank in tqdm(ranks, desc="Trading rank for storage", unit="rank", disable=not progress):
+    for rank in track(ranks, title="Trading rank for storage", unit="rank", progress=progress):
         uniform_error, numbers = measure(
             {name: at_rank(found.layout, rank, num_tasks) for name, found in spectra.items()}
         )

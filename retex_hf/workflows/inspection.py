@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..artifact import reading, schema
 from ..artifact.sizes import BODY, HEADS, PRETRAINED, RECOVERY, ROWS, SIGNATURES, bytes_of
@@ -20,6 +19,7 @@ from ..errors import ArtifactError, brief
 from ..recovery import OffsetGenerator, RecoveryModule
 from ..recovery.layout import GENERATED_FIRST, MATRIX, VECTOR
 from ..utils.parameter_names import layer_type
+from ..utils.progress import track
 
 MOST_OF_THE_ENERGY = 0.9
 
@@ -38,7 +38,7 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
     recovery, errors = reading.read_recovery(files, section, config)
     layers = {name: _layer(recovery, name, errors.get(name)) for name in recovery}
     if spectra:
-        for name in tqdm(recovery, desc="Reading spectra", unit="layer", disable=not progress):
+        for name in track(recovery, title="Reading spectra", unit="layer", progress=progress):
             layers[name] |= _spectrum(recovery, name, config.tasks)
     signatures = section.get("signatures")
     heads = section.get("heads")

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+import yaml
 from families import FAMILIES, TEXT, VISION, images, tokens
 from helpers import TASKS, make_experts, perturb
-from huggingface_hub import ModelCard
-from huggingface_hub.repocard_data import model_index_to_eval_results
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.inference._generated import types as hub_types
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from markdown_it import MarkdownIt
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from transformers.pipelines import SUPPORTED_TASKS
 
 import retex_hf
 from retex_hf import ArtifactError, RetexConfig, RetexModel
@@ -26,6 +30,8 @@ from retex_hf.artifact.card import FIGURES, write_card
 from retex_hf.artifact.card import sections as card_sections
 from retex_hf.artifact.card.sections import digest, find_sections, replace_sections
 from retex_hf.artifact.card.text import plain
+from retex_hf.artifact.card.usage import TEXT_TAGS, use_of
+from retex_hf.config import CONFIG_NAME
 from retex_hf.evaluation import Report
 from retex_hf.evaluation.run import Evaluation, TaskScore
 
@@ -115,7 +121,7 @@ def model(saved) -> RetexModel:
 def test_metadata_are_those_of_the_hub(saved):
     card = ModelCard.load(saved / "README.md")
     values = card.data.to_dict()
-    assert values["library_name"] == "retex_hf"
+    assert values["library_name"] == "retex-hf"
     assert values["pipeline_tag"] == "text-classification"
     assert {"retex", "model-merging", "transformers"} <= set(values["tags"])
     assert values["metrics"] == ["accuracy"]
@@ -135,6 +141,93 @@ def test_the_model_index_holds_what_was_measured(saved):
     }
     assert found == pytest.approx(expected)
     assert {entry.task_type for entry in entries} == {"text-classification"}
+
+
+def test_the_hub_client_reads_the_metadata_and_writes_the_same(saved):
+    card = ModelCard.load(saved / "README.md", ignore_metadata_errors=False)
+    values = card.data.to_dict()
+    assert values == yaml.safe_load(card.data.to_yaml()) == ModelCardData(**values).to_dict()
+    name, entries = model_index_to_eval_results(values["model-index"])
+    assert eval_results_to_model_index(name, entries) == values["model-index"]
+    for entry in entries:
+        assert type(entry.metric_value) is float and entry.dataset_type and entry.metric_type
+    assert all(type(tag) is str for tag in values["tags"]) and len(set(values["tags"])) == len(values["tags"])
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", values["library_name"])
+
+
+def test_a_card_with_the_former_library_name_gets_the_new_one(model, tmp_path):
+    model.save_pretrained(tmp_path / "it")
+    rewrite(
+        tmp_path / "it",
+        ("library_name: retex-hf", "library_name: retex_hf"),
+        (f"library_name={digest('retex-hf')}", f"library_name={digest('retex_hf')}"),
+    )
+    model.save_pretrained(tmp_path / "it")
+    assert ModelCard.load(tmp_path / "it" / "README.md").data.library_name == "retex-hf"
+    bare = "---\nlibrary_name: retex_hf\n---\n# Mine\n"  # ours, with all sections removed
+    (tmp_path / "it" / "README.md").write_text(bare)
+    model.save_pretrained(tmp_path / "it")
+    assert sections(card_in(tmp_path / "it")) == {}
+
+
+# The Hub has the tag but neither a pipeline nor an inference API for it.
+ONLY_ON_THE_HUB = {"multiple-choice"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipeline_tags_are_those_of_the_hub(family):
+    # huggingface_hub has no list of tags, only types for those that its inference client knows.
+    known = {file.stem.replace("_", "-") for file in Path(hub_types.__file__).parent.glob("[a-z]*.py")}
+    known = (known | set(SUPPORTED_TASKS)) - {"text2text-generation", "base", "chat-completion"}
+    use = use_of(FAMILIES[family].make())
+    assert {use.pipeline_tag or "text-generation", *TEXT_TAGS.values()} <= known | ONLY_ON_THE_HUB
+    if use.kind == "generator":
+        assert use.pipeline_tag == "text-generation"
+
+
+def small_gpt2() -> nn.Module:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2))
+
+
+STEMS = {
+    "classifier": ["model", "retex_heads", "retex_recovery", "retex_signatures"],
+    "shards": ["model-00002-of", "retex_recovery-00002-of"],
+    "open_clip": ["open_clip_model", "retex_recovery"],
+    "timm": ["model", "retex_recovery"],
+    "rows": ["model", "retex_recovery", "retex_rows"],
+    "streamed": ["model", "retex_recovery"],
+}
+
+
+@pytest.mark.parametrize("kind", STEMS)
+def test_all_weights_say_that_they_are_torchs(kind, saved, model, tmp_path):
+    """The Hub and transformers read the format from the metadata of each file."""
+    folder = tmp_path / "it"
+    if kind == "classifier":
+        folder = saved
+    elif kind == "shards":
+        model.save_pretrained(folder, max_shard_size="10KB")
+    else:
+        bases = {
+            "open_clip": FAMILIES["open_clip-vit"].make,
+            "timm": lambda: pytest.importorskip("timm").create_model("test_resnet", num_classes=3),
+            "rows": small_gpt2,
+        }
+        base = bases.get(kind, FAMILIES["bert"].make)().eval()
+        experts = make_experts(base)
+        if kind == "rows":
+            experts["red"].resize_token_embeddings(43)
+        options = {"model_config": FAMILIES["open_clip-vit"].model_config} if kind == "open_clip" else {}
+        options |= {"output_dir": folder} if kind == "streamed" else {}
+        built = RetexModel.from_experts(base, experts, RetexConfig(rank=3), progress=False, **options)
+        if kind != "streamed":
+            built.save_pretrained(folder)
+    files = sorted(folder.rglob("*.safetensors"))
+    for stem in STEMS[kind]:
+        assert any(file.name.startswith(stem) for file in files), (stem, files)
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt", file
 
 
 def test_tables_show_the_figures(saved):
@@ -296,7 +389,7 @@ def make(kind: str, folder: Path) -> nn.Module:
     if kind == "text-generation":
         word_tokenizer(folder)  # without a padding token, as GPT-2 has none
         model = FAMILIES["gpt2"].make()
-    elif kind == "text2text-generation":
+    elif kind == "text-generation, encoder-decoder":
         word_tokenizer(folder, pad_token="<pad>")
         model = FAMILIES["t5"].make()
     elif kind == "text-classification":
@@ -323,7 +416,7 @@ def make(kind: str, folder: Path) -> nn.Module:
 KINDS = {
     "text-classification": tokens,
     "text-generation": tokens,
-    "text2text-generation": tokens,
+    "text-generation, encoder-decoder": tokens,
     "image-classification": images,
     "image-classification, bare": images,
     "zero-shot-image-classification": images,
@@ -353,6 +446,20 @@ def test_the_code_in_the_card_runs(kind, tmp_path, monkeypatch, capsys):
             assert all(answer["task"] in TASKS and 0 <= answer["score"] <= 1 for answer in answers)
         elif signed:
             assert set(ast.literal_eval(first)) <= set(TASKS)
+
+
+def test_the_code_for_the_hubs_pages_runs(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "hub.md").read_text(encoding="utf-8")
+    load, whole = (code.replace("${model.id}", "it") for code in re.findall(r"`(from [^`]+)`", text))
+    base = make("text-classification", tmp_path / "base")
+    model = RetexModel.from_experts(tmp_path / "base", make_experts(base), RetexConfig(rank=3), progress=False)
+    model.save_pretrained(tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(whole.replace("${load}", load), found)
+    assert found["tasks"] == TASKS and found["output"].logits.shape == (1, 2)
+    (library,) = re.findall(r'^\t"(.+)": \{$', text, re.MULTILINE)
+    assert library == card_sections.LIBRARY and f'path:"{CONFIG_NAME}"' in text
 
 
 def test_open_clip_code_runs(tmp_path, monkeypatch, capsys):
@@ -444,7 +551,7 @@ def test_a_card_of_another_hand_gets_the_sections_behind_it(model, tmp_path):
     assert list(sections(card)) == SECTIONS and "# it" not in card
     values = ModelCard.load(folder / "README.md").data.to_dict()
     assert (
-        values["license"] == "mit" and values["tags"][:2] == ["mine", "retex"] and values["library_name"] == "retex_hf"
+        values["license"] == "mit" and values["tags"][:2] == ["mine", "retex"] and values["library_name"] == "retex-hf"
     )
     (folder / "README.md").write_text(replace_sections(card, lambda _: ""))
     model.save_pretrained(folder)
@@ -453,9 +560,9 @@ def test_a_card_of_another_hand_gets_the_sections_behind_it(model, tmp_path):
 
 def test_metadata_that_nobody_changed_stay_as_they_are_written(model, tmp_path):
     model.save_pretrained(tmp_path / "it")
-    rewrite(tmp_path / "it", ("library_name: retex_hf", "library_name: 'retex_hf'  # ours"))
+    rewrite(tmp_path / "it", ("library_name: retex-hf", "library_name: 'retex-hf'  # ours"))
     model.save_pretrained(tmp_path / "it")
-    assert "library_name: 'retex_hf'  # ours\n" in card_in(tmp_path / "it")
+    assert "library_name: 'retex-hf'  # ours\n" in card_in(tmp_path / "it")
 
 
 @pytest.mark.parametrize(("block", "reason"), [("a: [", "not valid YAML"), ("- a\n- b", "keys and values, not a list")])

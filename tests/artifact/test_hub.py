@@ -88,6 +88,19 @@ def test_pushed_and_pulled_it_answers_the_same(hub, model, tmp_path, shard_size)
         assert_same(plain(**inputs), model(**inputs), exact=True)
 
 
+def test_the_hub_can_name_the_library_and_count_downloads(hub, quick, model, tmp_path):
+    model.push_to_hub(REPO, token=WRITE)
+    assert ModelCard(hub.files(REPO)["README.md"].decode()).data.library_name == "retex-hf"
+
+    def downloads(load) -> int:
+        hub.requests.clear()
+        load()
+        return sum(method == "GET" and path.endswith("/retex_config.json") for method, path in hub.requests)
+
+    assert downloads(lambda: RetexModel.from_pretrained(REPO, cache_dir=tmp_path / "cache")) == 1
+    assert downloads(lambda: AutoModel.from_pretrained(REPO, cache_dir=tmp_path / "plain")) == 0
+
+
 @torch.no_grad()
 def test_revisions_hold_their_own_weights(hub, quick, tmp_path):
     base = BertModel(BertConfig(**TEXT)).eval()

@@ -233,9 +233,13 @@ def test_the_estimate_is_what_the_folder_takes(name, bert, tmp_path):
     assert estimate.memory > 7 * 4 * TEXT["vocab_size"] * TEXT["hidden_size"]
 
 
-def test_the_build_says_what_it_needs(bert, tmp_path, capsys):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_build_says_what_it_needs_on_a_terminal(terminal, bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("retex_hf.utils.progress.shows_bars", lambda: terminal)
     build.build_folder(*bert, RetexConfig(rank=3), tmp_path / "disk")
-    assert f"Building disk: {prepare(*bert, RetexConfig(rank=3)).estimate()}" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert (f"Building disk: {prepare(*bert, RetexConfig(rank=3)).estimate()}" in said.err) == terminal
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------

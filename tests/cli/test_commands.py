@@ -94,6 +94,26 @@ def test_tasks_that_joined_earlier_signatures_join_them_again(folders, tmp_path)
     assert files(tmp_path / "again") == files(out)
 
 
+def test_lines_of_progress_leave_standard_output_clean(folders, built, tmp_path, monkeypatch, capsys):
+    out = shutil.copytree(built, tmp_path / "it")
+    commands = {
+        "Reading spectra": ["inspect", str(out), "--spectra", "--json"],
+        "Evaluating ReTeX": ["eval", str(out), *data(folders, "low", "high"), "--json"],
+        "Reading reference inputs": ["sign", str(out), *data(folders, "low", "high")],
+        "Solving": ["build", str(built), "--output-dir", str(tmp_path / "again")],
+    }
+    for seconds in (10, 0):
+        monkeypatch.setattr("retex_hf.utils.progress.SECONDS_BETWEEN_LINES", seconds)
+        for title, command in commands.items():
+            assert main(command) == 0
+            said = capsys.readouterr()
+            assert title not in said.out and " elapsed" not in said.out
+            assert (f"\n{title}" in f"\n{said.err}" and " elapsed" in said.err) == (seconds == 0)
+            assert seconds == 0 or said.err == ""
+            if "--json" in command:
+                json.loads(said.out)
+
+
 def test_a_recipe_says_what_it_cannot_repeat(built, tmp_path, capsys):
     model = RetexModel.from_pretrained(built)
     tokenizer = AutoTokenizer.from_pretrained(built)

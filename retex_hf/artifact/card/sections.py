@@ -27,7 +27,8 @@ from ...utils.strict_files import parse_yaml
 MARKER = re.compile(r"^<!-- (?P<end>/?)retex:(?P<name>\w+)(?: (?P<digest>\w+))? -->$", re.MULTILINE)
 METADATA = re.compile(r"\n?^<!-- retex-metadata(?P<records>[^>\n]*) -->\n?", re.MULTILINE)
 WRITTEN = re.compile(r"\n?^<!-- retex-written (?P<digests>[\w ]+) -->\n?", re.MULTILINE)
-LIBRARY = "retex_hf"
+# The Hub's ids of libraries are lower-case with hyphens. Cards used to have the name of the package.
+LIBRARY, FORMER_LIBRARY = "retex-hf", "retex_hf"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def update(
     last = {key: known[key] for key in lasting if key in known and key not in metadata}
     merged, records = _merge_metadata(known, {**metadata, **last}, records)
     sections = {section.name: body[section.start : section.end] for section in find_sections(body)}
-    if find_sections(text) or known.get("library_name") == LIBRARY:
+    if find_sections(text) or known.get("library_name") in (LIBRARY, FORMER_LIBRARY):
         whole = text
         text = replace_sections(
             whole, lambda old: sections.get(old.name, "") if old.is_intact else whole[old.start : old.end]
