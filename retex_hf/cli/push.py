@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..model.retex_model import RetexModel
 from ..utils.hub_errors import without_secrets
 from ..utils.terminal import say
 from ..workflows.sharing import push_folder
@@ -55,6 +54,8 @@ class PushOptions(Options):
         if self.max_shard_size is None:
             commit = push_folder(self.artifact, self.repo_id, **options)
         else:
+            from ..model.retex_model import RetexModel  # imported only where a model is loaded, which is slow
+
             model = RetexModel.from_pretrained(self.artifact)
             commit = model.push_to_hub(self.repo_id, max_shard_size=self.max_shard_size, **options)
         say(without_secrets(commit.pr_url or commit.commit_url))
