@@ -31,6 +31,7 @@ from tqdm import tqdm
 from retex_hf import RetexConfig, RetexError, RetexModel, TrainingConfig
 from retex_hf.artifact.recipe import Recipe
 from retex_hf.workflows.from_recipe import make
+from retex_hf.workflows.sharing import push_folder
 
 from .subjects import batch, bert, make_model, make_tokenizer, mixed_batch, texts
 
@@ -143,6 +144,11 @@ def push(place: Place) -> None:
     model.push_to_hub(f"{OWNER}/{place.repository}", token=TOKEN)
 
 
+def push_of_a_folder(place: Place) -> None:
+    """What `retex push` does."""
+    push_folder(place.shared / "other", f"{OWNER}/{place.repository}", token=TOKEN)
+
+
 def download(place: Place) -> None:
     RetexModel.from_pretrained(f"{OWNER}/{TEMPLATE}", cache_dir=str(place.folder / "cache"), token=TOKEN)
 
@@ -214,6 +220,7 @@ JOBS = {
     "card": Job(card),
     "export": Job(export, folder_state, "adapter"),
     "push": Job(push, hub_state, None),
+    "push of a folder": Job(push_of_a_folder, hub_state, None),
     "download": Job(download, cache_state, None),
 }
 
@@ -248,7 +255,7 @@ def begin(job: Job, folder: Path, shared: Path, hub: Path) -> Place:
     place = Place(folder, shared, hub)
     if job.start is not None:
         shutil.copytree(shared / job.start, place.target)
-    if job.run is push:
+    if job.run in (push, push_of_a_folder):
         shutil.copytree(hub / OWNER / TEMPLATE, hub / OWNER / place.repository)
     return place
 

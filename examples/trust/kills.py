@@ -28,6 +28,7 @@ SHORT = {
     "delete a task, save": 3,
     "sign": 3,
     "push": 3,
+    "push of a folder": 3,
 }
 LONG = dict.fromkeys((*SHORT, "card", "export", "download"))
 

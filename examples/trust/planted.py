@@ -85,7 +85,7 @@ def figures(place: Place) -> None:
 
 
 JOBS = {
-    **{name: job for name, job in killed.JOBS.items() if name not in ("push", "download")},
+    **{name: job for name, job in killed.JOBS.items() if name not in ("push", "push of a folder", "download")},
     "resumed build": Job(killed.build),
     "save in two renames": Job(save_in_two_renames),
     "push": Job(push, folder_state),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import BadRequestError
 
-from ..checkpoints import fetch
+from ..checkpoints import fetch, manifest
 from ..checkpoints.locate import plain_subfolder
+from ..checkpoints.manifest import FileRecord
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, ConfigError, HubError, first_line
 from ..utils.atomic_file import write_errors
@@ -19,16 +22,61 @@ from ..utils.atomic_folder import heal, is_unfinished, scratch_folder
 from ..utils.hub_errors import hub_errors, without_secrets
 from ..utils.paths import as_path
 from .card import CARD_NAME, FIGURES
+from .files import WEIGHTS
 from .schema import OWN_FILES
 
 MAIN = "main"
 SCRATCH_PREFIX = "retex-push-"
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """The files of a saved artifact, to be uploaded as they are: their records, and the configuration's content."""
+
+    folder: Path
+    records: Mapping[str, FileRecord]
+    config: bytes
+
+    def operations(self) -> list[CommitOperationAdd]:
+        """Return the uploads. Small files are read now; weights stay on disk, and are compared when they are sent."""
+        if unsafe := sorted(self.records.keys() & {CONFIG_NAME, CARD_NAME, *FIGURES}):
+            raise ArtifactError(f"{self.folder / CONFIG_NAME} lists {unsafe[0]}, which no artifact records.")
+        return [CommitOperationAdd(CONFIG_NAME, self.config), *map(self._operation, self.records)]
+
+    def _operation(self, name: str) -> CommitOperationAdd:
+        expected = self.records[name]
+        try:
+            if name.endswith(WEIGHTS):
+                return RecordedAdd(self.folder, name, expected)
+            return CommitOperationAdd(name, manifest.read_verified(self.folder, name, expected))
+        except ValueError as error:  # a name that the Hub reserves, or a file that was removed just now
+            raise ArtifactError(f"{self.folder / name} cannot be uploaded: {first_line(error)}") from None
+
+
+class RecordedAdd(CommitOperationAdd):
+    """The upload of a recorded file from its place on disk; a content other than the recorded one is refused."""
+
+    def __init__(self, folder: Path, name: str, expected: FileRecord) -> None:
+        manifest.check_file(folder, name)
+        self.folder, self.name, self.expected = folder, name, expected
+        super().__init__(name, folder / name)
+        # The client has hashed the file, to announce it.
+        manifest.compare(folder, name, expected, FileRecord(self.upload_info.size, self.upload_info.sha256.hex()))
+
+    def b64content(self) -> bytes:
+        """Return the content to send within the commit, after comparing these very bytes with the record."""
+        return base64.b64encode(manifest.read_verified(self.folder, self.name, self.expected))
+
+    def check_sent(self) -> None:
+        """Compare the file again after the client has transferred it, because that has read it again."""
+        manifest.check(self.folder, {self.name: self.expected})
+
+
 def push(
     write: Callable[[Path, str], None],
     repo_id: str,
     *,
+    recorded: Recorded | None = None,
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
@@ -38,8 +86,8 @@ def push(
     """Upload the folder that `write(folder, repository id)` writes, as one commit.
 
     The repository and the branch are created if needed. `write` finds the repository's card and figures in the folder,
-    to update them. Files of an earlier artifact that are not part of this one are deleted in the same commit; other
-    files stay.
+    to update them. The files in `recorded` are uploaded too, from where they are. Files of an earlier artifact that are
+    not part of this one are deleted in the same commit; other files stay.
     """
     if create_pr and revision not in (None, MAIN):
         raise ConfigError(f"create_pr=True proposes a change of the main branch; leave out revision={revision!r}.")
@@ -63,14 +111,21 @@ def push(
             (folder / path).parent.mkdir(exist_ok=True)
             shutil.copyfile(cached, folder / path)
         write(folder, repo_id)
-        files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-        stale = sorted(path for path in there - set(files) if _is_own(path))
+        written = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
         # Not `upload_folder`, which may split a folder into several commits: an artifact must change atomically.
-        operations = [
-            *(CommitOperationDelete(path) for path in stale),
-            *(CommitOperationAdd(path, file) for path, file in files.items()),
+        added = [
+            *(recorded.operations() if recorded is not None else ()),
+            *(CommitOperationAdd(path, file) for path, file in written.items()),
         ]
+        stale = sorted(there - {operation.path_in_repo for operation in added})
+        operations = [*(CommitOperationDelete(path) for path in stale if _is_own(path)), *added]
         try:
+            large = [operation for operation in added if isinstance(operation, RecordedAdd)]
+            if large:
+                # Transfer before the commit, so that a file that has changed meanwhile is never committed.
+                api.preupload_lfs_files(repo_id, large, revision=revision, create_pr=create_pr, free_memory=False)
+                for operation in large:
+                    operation.check_sent()
             return api.create_commit(
                 repo_id,
                 operations,

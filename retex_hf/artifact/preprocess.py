@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from ..backends import hf_transformers, library_of, openclip
+from ..backends import Backend, hf_transformers, library_of, openclip
 from ..backends.containment import contained
 from ..backends.untrusted_processor import CheckedProcessor
 from ..backends.untrusted_tokenizer import vetted_side_files
@@ -181,7 +180,7 @@ class _SideFiles:
     content: dict[str, bytes | dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path, library: ModuleType) -> _SideFiles:
+    def read(cls, folder: Path, library: Backend) -> _SideFiles:
         home = folder.parent if is_task_tokenizer(folder.name) else folder
         files = vetted_side_files(home, read_side_files(home))
         if home != folder:  # a task's own tokenizer in an artifact

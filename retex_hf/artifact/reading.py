@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..backends import LIBRARIES, hf_transformers, library_of, plain_modules, sentence_modules
+from ..backends import LIBRARIES, Backend, hf_transformers, library_of, plain_modules, sentence_modules
 from ..checkpoints import manifest, take_inventory
 from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.sources import Source
@@ -213,7 +212,7 @@ def read_beside(files: ArtifactFiles, name: str, kind: type) -> Any:
     return parse_json(text, path, ArtifactError, kind=kind, infinite=True)  # a measurement may be NaN
 
 
-def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
+def _plan_model(files: ArtifactFiles, library: Backend) -> nn.Module:
     source = files.weights(library.WEIGHTS_STEM)
     try:
         if library is hf_transformers:
@@ -223,7 +222,7 @@ def _plan_model(files: ArtifactFiles, library: ModuleType) -> nn.Module:
         raise ArtifactError(f"{files.folder}: the merged model does not load: {error}") from error
 
 
-def _load_model(folder: Path, library: ModuleType, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
+def _load_model(folder: Path, library: Backend, files: ArtifactFiles, load_options: dict[str, Any]) -> nn.Module:
     try:
         weights = files.weights(library.WEIGHTS_STEM)
         # Weights in memory belong to this model alone; memory-mapped ones would change with their file.

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -15,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..backends import library_of
+from ..backends import Backend, library_of
 from ..checkpoints import manifest
 from ..checkpoints.tokenizer_files import TASK_TOKENIZERS, copy_side_files, copy_task_tokenizers, task_tokenizer
 from ..config import CONFIG_NAME
@@ -159,7 +158,7 @@ def _link(weights: Iterable[Path], folder: Path) -> None:
         link(file.resolve(), folder / file.name)
 
 
-def stems(library: ModuleType, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
+def stems(library: Backend, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
     """Return the file names of each part of an artifact's weights, and the size above which a part is sharded."""
     try:
         limit = convert_file_size_to_int(max_shard_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,23 +13,24 @@ from ..checkpoints import is_open_clip
 from ..checkpoints.folder_files import FolderFiles
 from ..errors import ConfigError, InputError
 from . import diffusers_models, hf_transformers, openclip, plain_modules, sentence_modules, timm_models
+from .protocol import Backend
 
-__all__ = ["sentence_modules"]
+__all__ = ["Backend", "sentence_modules"]
 
 # The order matters: the last accepts any module.
-LIBRARIES = {
+LIBRARIES: dict[str, Backend] = {
     library.NAME: library for library in (hf_transformers, openclip, timm_models, diffusers_models, plain_modules)
 }
 # Libraries whose models do not keep their configuration.
 DESCRIBED = (openclip, timm_models)
 
 
-def library_of(model: nn.Module) -> ModuleType:
+def library_of(model: nn.Module) -> Backend:
     """Return the library that a model comes from."""
     return next(library for library in LIBRARIES.values() if library.owns(model))
 
 
-def library_of_folder(folder: Path) -> ModuleType:
+def library_of_folder(folder: Path) -> Backend:
     """Return the library that wrote the configuration in a folder."""
     if is_open_clip(folder):
         return openclip

@@ -28,6 +28,13 @@ from .named_tensors import (
     save_tensors,
     saved_names,
 )
+from .not_supported import (
+    describe,
+    own_token_ids,
+    resize_vocabulary,
+    set_labels,
+    set_vocabulary,
+)
 from .plain_modules import (
     cast,
     feature_call,
@@ -44,6 +51,7 @@ from .untrusted_config import vet_diffusers_config
 __all__ = [
     "align",
     "cast",
+    "describe",
     "feature_call",
     "feature_root",
     "file_form",
@@ -51,8 +59,12 @@ __all__ = [
     "is_dual_encoder",
     "is_text_parameter",
     "main_inputs",
+    "own_token_ids",
+    "resize_vocabulary",
     "row_inputs",
     "saved_names",
+    "set_labels",
+    "set_vocabulary",
     "vocabulary_names",
 ]
 

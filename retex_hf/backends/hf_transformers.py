@@ -39,7 +39,12 @@ from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from . import sentence_modules
 from .config_limits import check_counts, check_weights, limited_pieces
 from .containment import contained
+from .not_supported import (
+    describe,
+)
 from .untrusted_config import check_options, vet_generation_config, vet_transformers_config
+
+__all__ = ["describe"]
 
 NAME = "transformers"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -552,11 +557,14 @@ def own_token_ids(model: PreTrainedModel, source: Source, size: int) -> dict[str
     return found
 
 
-def check_configuration(model: PreTrainedModel, source: Source) -> None:
+def check_configuration(model: PreTrainedModel, source: Source, *, is_base: bool = False) -> None:
     """Refuse a checkpoint whose configuration computes something else (other rotary angles, another activation).
 
-    Experts share one configuration. Different special tokens cause a warning only.
+    Experts share one configuration. Different special tokens cause a warning only. The base may be of another class,
+    and so of another configuration.
     """
+    if is_base:
+        return
     config = _config_of(source)
     if config is None or type(config) is not type(model.config):
         return

@@ -24,8 +24,16 @@ from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, RetexError, first_line, shorten
 from .config_limits import check_weights, limited_model
 from .containment import contained
+from .not_supported import (
+    own_token_ids,
+    resize_vocabulary,
+    set_labels,
+    set_vocabulary,
+)
 from .same_computation import check_alike, structure_difference
 from .untrusted_config import text_tower, vet_open_clip_config
+
+__all__ = ["own_token_ids", "resize_vocabulary", "set_labels", "set_vocabulary"]
 
 NAME = "open_clip"
 CONFIG, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"

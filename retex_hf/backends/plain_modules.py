@@ -26,9 +26,34 @@ from .named_tensors import (
     save_tensors,
     saved_names,
 )
+from .not_supported import (
+    architecture,
+    describe,
+    load_on_meta,
+    own_token_ids,
+    resize_vocabulary,
+    set_labels,
+    set_vocabulary,
+    vetted_config,
+)
 from .same_computation import check_alike
 
-__all__ = ["align", "file_form", "head_names", "index_metadata", "labels_of", "saved_names"]
+__all__ = [
+    "align",
+    "architecture",
+    "describe",
+    "file_form",
+    "head_names",
+    "index_metadata",
+    "labels_of",
+    "load_on_meta",
+    "own_token_ids",
+    "resize_vocabulary",
+    "saved_names",
+    "set_labels",
+    "set_vocabulary",
+    "vetted_config",
+]
 
 NAME = "torch"
 # Such a model has no file that describes it.

@@ -19,6 +19,11 @@ from ..errors import CheckpointError, RetexError, first_line
 from .config_limits import check_weights, limited_model
 from .containment import contained
 from .named_tensors import align, check_names, file_form, fill, index_metadata, save_tensors, saved_names
+from .not_supported import (
+    own_token_ids,
+    resize_vocabulary,
+    set_vocabulary,
+)
 from .plain_modules import (
     cast,
     feature_call,
@@ -42,8 +47,11 @@ __all__ = [
     "is_dual_encoder",
     "is_text_parameter",
     "main_inputs",
+    "own_token_ids",
+    "resize_vocabulary",
     "row_inputs",
     "saved_names",
+    "set_vocabulary",
     "vocabulary_names",
 ]
 

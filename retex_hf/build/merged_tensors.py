@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..backends import Backend
 from ..checkpoints import Checkpoint, Inventory, Source, TensorInfo
 from ..checkpoints.tensor_store import Store
 from ..errors import CheckpointError
@@ -62,7 +62,7 @@ class FileTensors(MergedTensors):
     Written tensors go through the library's own conversion, and are read back like any checkpoint.
     """
 
-    def __init__(self, model: nn.Module, library: ModuleType, inventory: Inventory, store: Store) -> None:
+    def __init__(self, model: nn.Module, library: Backend, inventory: Inventory, store: Store) -> None:
         self._model, self._library = model, library
         self._meta = model.state_dict()
         # A tied tensor is merged under one of its names, and may be saved under another, or under several.

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ..artifact.recipe import PACKAGES, describe_build
 from ..backends import (
     DESCRIBED,
+    Backend,
     hf_transformers,
     kind_of_model,
     library_of,
@@ -69,7 +69,7 @@ class Blueprint:
     base: Source
     sources: dict[str, Source]
     model: nn.Module
-    library: ModuleType
+    library: Backend
     inventory: Inventory
     experts: ExpertSet
     options: dict[str, Any]
@@ -302,7 +302,7 @@ def architecture_of(source: Source, base: Source) -> str | None:
 
 def _open_experts(
     model: nn.Module,
-    library: ModuleType,
+    library: Backend,
     inventory: Inventory,
     base: Source,
     sources: dict[str, Source],
@@ -368,14 +368,14 @@ def _open_experts(
     return experts
 
 
-def _shown(model: nn.Module, library: ModuleType, sources: dict[str, Source]) -> nn.Module:
+def _shown(model: nn.Module, library: Backend, sources: dict[str, Source]) -> nn.Module:
     """Return the model to compare others with. The first expert has what a model without values has not: the numbers
     that no checkpoint holds."""
     given = (source.model for source in sources.values() if not isinstance(source, AdapterSource))
     return next((module for module in given if module is not None and library is plain_modules), model)
 
 
-def check_base_configuration(model: nn.Module, library: ModuleType, base: Source) -> None:
+def check_base_configuration(model: nn.Module, library: Backend, base: Source) -> None:
     """Refuse a base that computes otherwise than the experts, whose model is `model`. The base of transformers' models
     may be of another class, and so of another configuration."""
     if library is hf_transformers:
@@ -402,7 +402,7 @@ def merge_method(config: RetexConfig) -> tuple[str, dict[str, Any]]:
 
 
 def read_labels(
-    model: nn.Module, library: ModuleType, sources: dict[str, Source], experts: ExpertSet
+    model: nn.Module, library: Backend, sources: dict[str, Source], experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
     """Return the labels of each task's head: as many as its width, named as in the checkpoint where possible."""
     width = library.num_labels(model)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,9 @@ from .tuners import REMEDY, TunerSettings, tuner_of
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
 PREFIX, SHARED_PREFIX = "base_model.model.", "base_model."
 # The Auto class of each task type of peft: {model type: class name}.
+if TYPE_CHECKING:
+    from ..backends import Backend
+
 TASK_CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -211,7 +213,7 @@ def _is_alpha(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_ALPHA
 
 
-def align_source(library: ModuleType, model: nn.Module, source: Source, base: Entries) -> tuple[Entries, list[str]]:
+def align_source(library: Backend, model: nn.Module, source: Source, base: Entries) -> tuple[Entries, list[str]]:
     """Return an expert's tensors under a model's names, and its names that the model does not have.
 
     Works like `library.align`, but applies an adapter without its own base to `base`, whose names are aligned already.
@@ -252,7 +254,7 @@ def align_source(library: ModuleType, model: nn.Module, source: Source, base: En
     return entries, []
 
 
-def _align_whole(library: ModuleType, model: nn.Module, source: AdapterSource) -> tuple[Entries, list[str]]:
+def _align_whole(library: Backend, model: nn.Module, source: AdapterSource) -> tuple[Entries, list[str]]:
     """Align an adapter that comes with its base; what is tied in the model may differ by rounding only."""
     parts = {name: (info, partial(source.read, name)) for name, info in source.infos.items()}
     entries, unexpected = library.align(model, _Lazy(source.label, source.infos, entries=parts))
@@ -302,7 +304,7 @@ def _read_alike(label: str, reads: list[Callable[[], Tensor]]) -> Tensor:
     return tensor
 
 
-def _aligned(library: ModuleType, model: nn.Module, source: AdapterSource, part: Entries) -> Entries:
+def _aligned(library: Backend, model: nn.Module, source: AdapterSource, part: Entries) -> Entries:
     infos = {name: info for name, (info, _) in part.items()}
     entries, unexpected = library.align(model, _Lazy(source.label, infos, entries=part))
     if unexpected:
@@ -336,7 +338,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-def _model_names(library: ModuleType, model: nn.Module, source: AdapterSource, layers: Layers) -> dict[str, str]:
+def _model_names(library: Backend, model: nn.Module, source: AdapterSource, layers: Layers) -> dict[str, str]:
     """Map the adapter's names of modules, which are those of its own base, to the model's."""
     probes = {
         f"{name}.weight": (TensorInfo((), torch.float32), partial(str, name))

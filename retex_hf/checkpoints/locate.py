@@ -108,8 +108,8 @@ def open_source(
 
 
 def _is_sentence_transformer(module: nn.Module) -> bool:
-    library = sys.modules.get("sentence_transformers")  # an instance exists only if it was imported
-    return library is not None and isinstance(module, library.SentenceTransformer)
+    package = sys.modules.get("sentence_transformers")  # an instance exists only if it was imported
+    return package is not None and isinstance(module, package.SentenceTransformer)
 
 
 def _transformer_in(model: Any, label: str) -> PreTrainedModel:

@@ -92,8 +92,7 @@ def check(folder: Path, records: Mapping[str, FileRecord], *, content: bool = Tr
         return 0
     sizes = {name: expected.size for name, expected in records.items()}
     for name, digest in _digests(folder, sizes, "Checking files").items():
-        if digest != records[name].sha256:
-            raise _changed(folder, name, f"its SHA-256 begins with {digest[:12]}, not {records[name].sha256[:12]}")
+        compare(folder, name, records[name], FileRecord(sizes[name], digest))
     return sum(sizes.values())
 
 
@@ -106,10 +105,16 @@ def read_verified(folder: Path, name: str, expected: FileRecord) -> bytes:
         data = (folder / name).read_bytes()
     except OSError as error:
         raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}.") from None
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != expected.sha256:
-        raise _changed(folder, name, f"its SHA-256 begins with {digest[:12]}, not {expected.sha256[:12]}")
+    compare(folder, name, expected, FileRecord(len(data), hashlib.sha256(data).hexdigest()))
     return data
+
+
+def compare(folder: Path, name: str, expected: FileRecord, found: FileRecord) -> None:
+    """Refuse a file whose size or SHA-256 is not the recorded one."""
+    if found.size != expected.size:
+        raise _changed(folder, name, f"it has {found.size} bytes, not {expected.size}")
+    if found.sha256 != expected.sha256:
+        raise _changed(folder, name, f"its SHA-256 begins with {found.sha256[:12]}, not {expected.sha256[:12]}")
 
 
 def check_file(folder: Path, name: str) -> os.stat_result:

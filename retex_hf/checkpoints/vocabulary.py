@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +22,9 @@ from ..errors import CheckpointError
 from . import Checkpoint, Inventory, Source, TensorInfo
 from .expert_set import RELATED_COSINE, ExpertSet
 from .tokenizer_files import is_other_tokenizer, moved_tokens, tokenizer_folder
+
+if TYPE_CHECKING:
+    from ..backends import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Vocabulary:
 
 def align_vocabulary(
     model: nn.Module,
-    library: ModuleType,
+    library: Backend,
     inventory: Inventory,
     base: tuple[Path | None, Checkpoint],
     experts: Mapping[str, tuple[Path | None, Checkpoint]],
@@ -145,7 +147,7 @@ def aligned_view(expert: Checkpoint, base: Checkpoint, vocabulary: Vocabulary) -
 
 
 def describe_vocabularies(
-    library: ModuleType, model: nn.Module, sources: Mapping[str, Source], reference: Path | None, experts: ExpertSet
+    library: Backend, model: nn.Module, sources: Mapping[str, Source], reference: Path | None, experts: ExpertSet
 ) -> dict[str, dict[str, Any]]:
     """Describe the vocabularies of all tasks; return an empty dict if all share the base's vocabulary and tokenizer.
 
@@ -160,7 +162,7 @@ def describe_vocabularies(
 
 
 def describe_vocabulary(
-    library: ModuleType, model: nn.Module, source: Source, base_folder: Path | None, size: int
+    library: Backend, model: nn.Module, source: Source, base_folder: Path | None, size: int
 ) -> dict[str, Any]:
     """Describe a task's vocabulary: its size, special tokens whose ids differ from the merged model's, and whether a
     tokenizer of its own is kept."""

@@ -6,17 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..model.retex_model import RetexModel
 from ..utils.hub_errors import without_secrets
 from ..utils.progress import waiting
 from ..utils.terminal import say
+from ..workflows.sharing import push_folder
 from .options import POSITIONAL, Options
 
 
 @dataclasses.dataclass
 class PushOptions(Options):
-    """Upload an artifact to the Hub as one commit, with its card. Manual edits of the card are kept. If the card was
-    edited both here and on the Hub since the last push, the Hub's edits win, with a warning.
+    """Upload an artifact to the Hub as one commit, with its card. Its files are verified, and sent as they are. Manual
+    edits of the card are kept. If the card was edited both here and on the Hub since the last push, the Hub's edits
+    win, with a warning.
 
     The token comes from `hf auth login` or the environment variable HF_TOKEN.
 
@@ -27,7 +28,8 @@ class PushOptions(Options):
         revision: The branch; created if it does not exist. Default: main.
         create_pr: Open a pull request instead of committing.
         commit_message: Message of the commit.
-        max_shard_size: Size above which weights are stored in several files.
+        max_shard_size: Load the model and write its weights anew, in several files above this size, instead of
+            sending the files as they are.
     """
 
     EXAMPLES = """
@@ -41,17 +43,21 @@ class PushOptions(Options):
     revision: str | None = None
     create_pr: bool = False
     commit_message: str = "Upload ReTeX model"
-    max_shard_size: str = "5GB"
+    max_shard_size: str | None = None
 
     def run(self) -> None:
-        model = RetexModel.from_pretrained(self.artifact)
+        options = {
+            "private": self.private or None,
+            "revision": self.revision,
+            "create_pr": self.create_pr,
+            "commit_message": self.commit_message,
+        }
         with waiting(f"Pushing to {without_secrets(self.repo_id)}"):
-            commit = model.push_to_hub(
-                self.repo_id,
-                private=self.private or None,
-                revision=self.revision,
-                create_pr=self.create_pr,
-                commit_message=self.commit_message,
-                max_shard_size=self.max_shard_size,
-            )
+            if self.max_shard_size is None:
+                commit = push_folder(self.artifact, self.repo_id, **options)
+            else:
+                from ..model.retex_model import RetexModel  # imported only where a model is loaded, which is slow
+
+                model = RetexModel.from_pretrained(self.artifact)
+                commit = model.push_to_hub(self.repo_id, max_shard_size=self.max_shard_size, **options)
         say(without_secrets(commit.pr_url or commit.commit_url))

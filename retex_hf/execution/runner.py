@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from ..backends import Backend
 from ..errors import InputError, RetexError
 from ..recovery import RecoveryModule
 from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
@@ -38,7 +38,7 @@ class ExpertRunner:
     """Run routed calls with the parts of a `RetexModel`."""
 
     model: nn.Module
-    library: ModuleType
+    library: Backend
     recovery: RecoveryModule
     tasks: list[str]
     heads: Mapping[str, Mapping[str, Tensor]]

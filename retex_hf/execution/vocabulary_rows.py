@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..backends import Backend
 from ..checkpoints import take_inventory
 
 Rows = Mapping[str, Mapping[str, Tensor]]
@@ -22,7 +22,7 @@ def tokens_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     return found if is_tokens else None
 
 
-def rows_beyond(model: nn.Module, library: ModuleType, heads: Rows, rows: Rows) -> dict[str, dict[str, Tensor]]:
+def rows_beyond(model: nn.Module, library: Backend, heads: Rows, rows: Rows) -> dict[str, dict[str, Tensor]]:
     """Return, per task, the rows that the merged model lacks: stored as such, or part of tables stored whole."""
     tables, tensors = library.vocabulary_names(model, take_inventory(model)), model.state_dict()
     found = {

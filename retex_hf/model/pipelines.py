@@ -11,6 +11,9 @@ the call, afterwards one with the configuration of the row's task.
 
 A pipeline's own `task` is its kind; to have one task answer all inputs, pin it with `model.set_adapter(name)`. The
 model must be given as an object: given its name, transformers would load the merged model alone, which is refused.
+
+Importing this module, which the import of `RetexModel` does, changes transformers' registry of pipelines: see
+`register_pipelines` and `unregister_pipelines`.
 """
 
 from __future__ import annotations
@@ -267,6 +270,8 @@ ROUTED: dict[str, type[RoutedPipeline]] = {
 def register_pipelines() -> None:
     """Make `transformers.pipeline` use these pipelines for a `RetexModel`; other models are unaffected.
 
+    Importing `RetexModel` does this once; making or loading a model never does. `unregister_pipelines` undoes it.
+
     The registry's entries are changed in place: `register_pipeline` would warn that the tasks exist, and would make a
     pipeline's `save_pretrained` copy this file into the model's folder.
     """
@@ -274,3 +279,14 @@ def register_pipelines() -> None:
         entry = PIPELINE_REGISTRY.supported_tasks[task]
         if not isinstance(entry["impl"], PipelineChoice):
             entry["impl"] = PipelineChoice(entry["impl"], routed)
+
+
+def unregister_pipelines() -> None:
+    """Restore the entries of transformers' registry that `register_pipelines` changed; leave those changed since."""
+    for task in ROUTED:
+        entry = PIPELINE_REGISTRY.supported_tasks[task]
+        if isinstance(entry["impl"], PipelineChoice):
+            entry["impl"] = entry["impl"].stock
+
+
+register_pipelines()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..artifact import hub, reading, writing
 from ..artifact.recipe import signed_in_memory
-from ..artifact.state import RetexParts
 from ..backends import as_inputs, parse_dtype, sentence_modules
 from ..backends.untrusted_tokenizer import vetted_side_files
 from ..build.build import build, build_folder
@@ -73,10 +72,6 @@ class RetexModel(RoutedModel):
         >>> model(input_ids=ids, task=["a", "b", "a"]).routing.tasks
         ['a', 'b', 'a']
     """
-
-    def __init__(self, parts: RetexParts, *, expert_cache: str | int = "2GB", execution: str = "auto") -> None:
-        super().__init__(parts, expert_cache=expert_cache, execution=execution)
-        _register_pipelines()
 
     # ---- build, save, load -------------------------------------------------------------------------------------------
 
@@ -683,10 +678,3 @@ def _options_of(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's keyword-only parameters."""
     parameters = inspect.signature(function).parameters
     return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-
-
-def _register_pipelines() -> None:
-    """Make `transformers.pipeline` accept a `RetexModel`."""
-    from .pipelines import register_pipelines  # imported here because it imports this module
-
-    register_pipelines()

@@ -140,11 +140,11 @@ class OpenFolder:
         """Exchange two entries atomically; return False, with nothing done, where the system cannot."""
         if not sys.platform.startswith("linux"):
             return False
-        library = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(library, "renameat2"):
+        c_library = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(c_library, "renameat2"):
             return False
         names = os.fsencode(name), os.fsencode(other_name)
-        if library.renameat2(self._handle, names[0], other._handle, names[1], EXCHANGE) == 0:
+        if c_library.renameat2(self._handle, names[0], other._handle, names[1], EXCHANGE) == 0:
             return True
         code = ctypes.get_errno()
         if code in NO_EXCHANGE:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from transformers import pipeline
 from transformers.pipelines import base as transformers_base
 
 from retex_hf import InputError, RetexModel, TaskError
-from retex_hf.model.pipelines import ROUTED, register_pipelines
+from retex_hf.model.pipelines import ROUTED, PipelineChoice, register_pipelines, unregister_pipelines
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +112,48 @@ def test_other_models_get_what_they_always_got(texts):
     assert set(pipe(TEXTS[0])[0]) == {"label", "score"}
     for task in ROUTED:
         assert issubclass(transformers_task(task).stock, tf.Pipeline)
+
+
+def test_the_registry_changes_when_the_class_is_imported_and_not_when_a_model_is_made(texts, tmp_path):
+    model, _, tokenizer = texts
+    registered = {task: transformers_task(task) for task in ROUTED}
+    assert all(isinstance(choice, PipelineChoice) for choice in registered.values())
+    stock = {task: choice.stock for task, choice in registered.items()}
+    unregister_pipelines()
+    try:
+        unregister_pipelines()  # twice is once
+        assert {task: transformers_task(task) for task in ROUTED} == stock
+        model.save_pretrained(tmp_path)
+        loaded = RetexModel.from_pretrained(tmp_path)
+        text_classifier()
+        assert {task: transformers_task(task) for task in ROUTED} == stock
+    finally:
+        register_pipelines()
+    assert {task: transformers_task(task) for task in ROUTED} == registered
+    assert "task" in pipeline("text-classification", model=loaded, tokenizer=tokenizer)(TEXTS[0])[0]
+
+
+def test_an_entry_that_another_library_has_changed_stays():
+    entry = tf.pipelines.PIPELINE_REGISTRY.supported_tasks["fill-mask"]
+    before, entry["impl"] = entry["impl"], tf.Pipeline
+    try:
+        unregister_pipelines()
+        assert entry["impl"] is tf.Pipeline
+    finally:
+        entry["impl"] = before
+        register_pipelines()
+
+
+def test_the_import_of_the_class_is_all_that_a_pipeline_needs():
+    code = (
+        "from transformers.pipelines import PIPELINE_REGISTRY as registry\n"
+        "import retex_hf\n"
+        "names = [type(registry.supported_tasks['fill-mask']['impl']).__name__]\n"
+        "from retex_hf import RetexModel\n"
+        "print(*names, type(registry.supported_tasks['fill-mask']['impl']).__name__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["ABCMeta", "PipelineChoice"]
 
 
 def transformers_task(task: str):

@@ -25,7 +25,7 @@ SHOWN_LABELS = 4
 def context(
     parts: RetexParts, folder: Path, name: str, results: Mapping[str, Mapping[str, float | None]]
 ) -> dict[str, Any]:
-    """Return the values for the template; the arguments are those of `write_card`, and the measured results.
+    """Return the values for the template; `folder` holds the artifact, the others are as in `write_card`.
 
     All text is escaped for Markdown, so that untrusted text is never markup. It is inserted into a template that is
     rendered once, so it is never a template either.

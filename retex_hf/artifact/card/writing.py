@@ -50,7 +50,13 @@ LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def write_card(
-    parts: RetexParts, folder: Path, *, previous: Path | None = None, name: str | None = None, figures: bool = False
+    parts: RetexParts,
+    folder: Path,
+    *,
+    previous: Path | None = None,
+    name: str | None = None,
+    figures: bool = False,
+    artifact: Path | None = None,
 ) -> None:
     """Write the card of an artifact into its folder.
 
@@ -63,6 +69,7 @@ def write_card(
             Default: the card is local, and is titled after the folder that is replaced.
         figures: Draw the figures, which takes longer than the rest of a save. Existing figures are always redrawn.
             Without matplotlib the card shows none of the model's own figures, and a warning says so.
+        artifact: The folder that holds the artifact's other files; default: `folder`.
     """
     previous = folder if previous is None else previous
     own = _own_card(parts) if name is not None else None
@@ -84,7 +91,7 @@ def write_card(
         for path, figure in FIGURES.items()
         if _is_there(path, folder, previous) and figure not in outdated and (figure != "results" or results)
     ]
-    card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, folder, name, results))
+    card = _filled(_metadata(parts, name, results), figures=shown, **context(parts, artifact or folder, name, results))
     # Keep the licence of the base even if its card is no longer available.
     text = sections.update(text, card.data.to_dict(), card.text, str(old), lasting=LICENCE_KEYS, pushed=from_here)
     (folder / CARD_NAME).write_text(text, encoding="utf-8")
