@@ -454,7 +454,7 @@ class RetexModel(RoutedModel):
         }
         self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
         if progress:
-            remark(describe_trunk(trunk, self.signatures.feature_layer))
+            remark(describe_trunk(trunk, self.signatures.feature_layer), in_logs=True)
 
     def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
         if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):

@@ -142,10 +142,13 @@ def waiting(title: str) -> Iterator[None]:
         thread.join()
 
 
-def remark(text: str) -> None:
-    """Print a text above the bars. Logs are left alone, as short work should print nothing there."""
+def remark(text: str, *, in_logs: bool = False) -> None:
+    """Print a text above the bars; where there are none, only what belongs into a log (`in_logs`)."""
     if shows_bars():
         tqdm.write(visible(text, keep="\n"), file=sys.stderr)
+    elif in_logs:
+        with suppress(OSError, ValueError, AttributeError):  # as of lines of progress
+            print(visible(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def shows_bars() -> bool:

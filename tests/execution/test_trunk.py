@@ -171,7 +171,7 @@ def test_the_cost_is_reported(capsys):
     assert set(cost) == set(TASKS)
     assert all(c["change"] > 0 and 0 <= c["agreement"] <= 1 for c in cost.values())
     mean = sum(c["agreement"] for c in cost.values()) / 3
-    assert f"{mean:.1%} of the answers stay the same" in capsys.readouterr().out
+    assert f"{mean:.1%} of the answers stay the same" in capsys.readouterr().err
 
 
 @torch.no_grad()
