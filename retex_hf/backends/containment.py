@@ -67,7 +67,7 @@ def contained(path: Path, *, network: bool = False) -> Iterator[None]:
         token = _current.set(containment)
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever a library raises after a refusal, the refusal is what to tell
             if containment.tried:
                 raise _refusal(path, containment.tried[0]) from error
             raise

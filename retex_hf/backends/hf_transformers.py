@@ -135,7 +135,7 @@ class _Description:
                 config = config_class.from_pretrained(folder)
         except RetexError:
             raise
-        except Exception as error:  # whatever a foreign file makes transformers raise
+        except Exception as error:  # an untrusted file may make transformers raise anything
             raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}") from error
         config.name_or_path = str(self.path.parent)
         return config
@@ -151,7 +151,7 @@ class _Description:
                 return GenerationConfig.from_pretrained(folder, **own)
         except RetexError:
             raise
-        except Exception as error:  # whatever a foreign file makes transformers raise
+        except Exception as error:  # an untrusted file may make transformers raise anything
             raise CheckpointError(f"{path} holds settings that do not go together: {first_line(error)}") from error
 
 
@@ -208,7 +208,7 @@ def _load(
             model, report = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
     except (RetexError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a foreign file makes transformers raise; the cause stays attached
+    except Exception as error:  # an untrusted file may make transformers raise anything; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
     for key, shape, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
@@ -245,7 +245,7 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> P
         aligned, unexpected = align(model, source)
     except RetexError:
         raise
-    except Exception as error:  # whatever a foreign file makes transformers raise
+    except Exception as error:  # an untrusted file may make transformers raise anything
         raise CheckpointError(f"{path} does not describe a {name}: {first_line(error)}") from error
     if unexpected:
         raise CheckpointError(
