@@ -291,6 +291,8 @@ def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, 
             raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
         return None
     if source.own_base:
+        if base is not None:
+            raise ConfigError(f"base= is for adapters without one; {source.label} is a PeftModel, which has its own.")
         return None
     if base is None:
         named = (parts.recipe or {}).get("base")

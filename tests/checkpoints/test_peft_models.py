@@ -259,13 +259,14 @@ def test_nothing_is_logged(base, caplog):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", TYPES)
 def test_add_task(base, kind):
-    """A PeftModel brings its base along: none has to be named, and one that is named does not replace it."""
+    """A PeftModel brings its base along, so none may be named."""
     expert = adapt(shift(base), TYPES[kind](modules_to_save=["norm"]))
-    for options in ({}, {"base": base}):
-        model = build(base, shift(base, 7))
-        model.add_task("new", expert, tolerance=0, progress=False, **options)
-        actual = model(input_ids=INPUTS, task="new").logits
-        assert_same(actual, expert(input_ids=INPUTS).logits, rtol=1e-3, atol=1e-4)
+    model = build(base, shift(base, 7))
+    with pytest.raises(ConfigError, match="expert 'new' is a PeftModel, which has its own"):
+        model.add_task("new", expert, base=base, progress=False)
+    model.add_task("new", expert, tolerance=0, progress=False)
+    actual = model(input_ids=INPUTS, task="new").logits
+    assert_same(actual, expert(input_ids=INPUTS).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_add_task_refuses_what_a_build_refuses(base):
