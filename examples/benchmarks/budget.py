@@ -51,7 +51,7 @@ def main() -> None:
     with torch.inference_mode():
         for rank in tqdm(arguments.ranks, desc="ranks", unit="rank"):
             uniform = build(rank=rank)
-            heads = set(uniform.heads.as_dict(uniform.tasks)[uniform.tasks[0]])
+            heads = set(uniform.heads[uniform.tasks[0]])
             body = {n: t for n, t in uniform.get_base_model().state_dict().items() if n not in heads}
             numbers = sum(tensor.numel() for tensor in body.values() if tensor.is_floating_point())
             share = uniform.recovery.stored_numbers() / (len(tasks) * numbers)

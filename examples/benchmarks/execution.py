@@ -41,7 +41,7 @@ def compare(name: str, retex: RetexModel, method: str, inputs: Mapping[str, Any]
         return call(**inputs, task=tasks)
 
     times = seconds({"grouped": lambda: run("grouped"), "mixed": lambda: run("mixed")}, repeats)
-    grouped, mixed = retex._runner().costs(method, inputs, parse_task(tasks, retex.tasks, rows))
+    grouped, mixed = retex._state.runner().costs(method, inputs, parse_task(tasks, retex.tasks, rows))
     measured, predicted = times["mixed"] / times["grouped"], mixed / grouped
     # Where both take about as long, either choice is right.
     verdict = "yes" if (measured < 1) == (predicted < 1) else ("close" if 0.8 < measured < 1.25 else "NO")
@@ -64,7 +64,7 @@ def main() -> None:
         retex = retex_model(bert, task_names(number), rank, recovered=lambda name: "embeddings" not in name)
         case = f"BERT 6x384, {number} tasks, r = {rank}, {rows} x {length} tokens"
         show(f"{case}, cached", retex, "forward", {"input_ids": ids}, rows)
-    retex._cache = type(retex.expert_cache)(0)
+    retex.expert_cache = 0
     show(f"{case}, cache off", retex, "forward", {"input_ids": ids}, rows)
 
     for model, name in ((t5_model(), "T5-small"), (gpt2_model(), "GPT-2, 6 layers")):
@@ -79,7 +79,7 @@ def main() -> None:
     for rank in (256, 16):
         retex = retex_model(clip, task_names(4), rank, recovered=is_visual)
         show(f"ViT-B/32, 4 tasks, r = {rank}, 16 images, cached", retex, "encode_image", batch, 16)
-        retex._cache = type(retex.expert_cache)(0)
+        retex.expert_cache = 0
         show(f"ViT-B/32, 4 tasks, r = {rank}, 16 images, cache off", retex, "encode_image", batch, 16)
 
 

@@ -33,7 +33,7 @@ def fitted(model: torch.nn.Module, number: int, **options) -> RetexModel:
 def variant(retex: RetexModel, execution: str, cache: str) -> RetexModel:
     """Return the same model (and tensors) with another cache and execution mode."""
     other = copy(retex)
-    other._cache = type(retex.expert_cache)(int(float(cache.removesuffix("MB")) * 1e6))
+    other.expert_cache = cache
     other.execution = execution
     return other
 

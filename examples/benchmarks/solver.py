@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from retex_hf import RetexConfig, TrainingConfig
-from retex_hf.recovery import Layout, Solution, Targets, plan_layout, relative_errors, solve, train
+from retex_hf.recovery import BuildContext, Layout, Solution, Targets, plan_layout, relative_errors, solve, train
 
 RANK = 256
 PAPER_STEPS = 5000
@@ -106,7 +106,9 @@ def print_matrix(targets: Targets, layouts: Mapping[str, Layout], repeats: int) 
     one = Targets(targets.experts, targets.merged, [name], targets.expert_numbers)
     exact, solution = best_of(repeats, lambda: solve(one.differences(name), layouts[name]))
     start = time.perf_counter()
-    recovery = train(one, {name: layouts[name]}, RetexConfig(rank=RANK), TrainingConfig(steps=PAPER_STEPS))
+    recovery = train(
+        one, {name: layouts[name]}, RetexConfig(rank=RANK), TrainingConfig(steps=PAPER_STEPS), BuildContext()
+    )
     seconds = time.perf_counter() - start
     print("\n| one 768 x 768 matrix | seconds | squared error over energy |")
     print("|---|---:|---:|")
@@ -157,7 +159,7 @@ def measure_adam(targets: Targets, layouts: Mapping[str, Layout], steps: int) ->
         # Warm-up over 600 steps would leave the learning rate near zero in a short run.
         training = TrainingConfig(steps=count, warmup_steps=0)
         start = time.perf_counter()
-        recovery = train(targets, layouts, RetexConfig(rank=RANK), training)
+        recovery = train(targets, layouts, RetexConfig(rank=RANK), training, BuildContext())
         seconds.append(time.perf_counter() - start)
     missed = energy = 0.0
     for name, error in relative_errors(targets, recovery).items():

@@ -16,6 +16,7 @@ from retex_hf.artifact.state import RetexParts
 from retex_hf.backends import openclip
 from retex_hf.checkpoints import take_inventory
 from retex_hf.recovery import OffsetGenerator, RecoveryModule, plan_layout
+from retex_hf.utils.tensor_bank import TensorBank
 
 
 def timing_arguments(description: str, repeats: int = 5) -> argparse.Namespace:
@@ -69,7 +70,7 @@ def retex_model(
         generators[name] = OffsetGenerator(layout, weight, None, shared)
     recovery = RecoveryModule(torch.eye(len(tasks)), generators).requires_grad_(False)
     config = RetexConfig(rank=rank, tasks=tasks, **options)
-    return RetexModel(RetexParts(config, model, recovery, {task: {} for task in tasks}, {}))
+    return RetexModel(RetexParts(config, model, recovery, TensorBank({task: {} for task in tasks}), {}))
 
 
 def images(task: int, rows: int, size: int = 224) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -84,7 +84,7 @@ def take_heads(model: RetexModel) -> dict[str, Head]:
     Its logits are then the inputs of the head, row by row, however rows are routed and mixed.
     """
     taken, identities = {}, {}
-    for task, tensors in model.heads.as_dict(model.tasks).items():
+    for task, tensors in model.heads.items():
         weights = [name for name in tensors if tensors[name].ndim == 2]
         biases = [name for name in tensors if tensors[name].ndim == 1]
         if len(weights) != 1 or len(biases) > 1 or len(tensors) != len(weights) + len(biases):
@@ -94,8 +94,8 @@ def take_heads(model: RetexModel) -> dict[str, Head]:
         width = weight.shape[1]
         identities[task] = {weights[0]: torch.eye(width)} | {name: torch.zeros(width) for name in biases}
     model.heads = TensorBank(identities)
-    model.retex_config.labels = {}  # logits are no longer classes, and all tasks have the same number of them
-    model.expert_cache.clear()
+    # Logits are no longer classes, and all tasks have the same number of them.
+    model.retex_config = replace(model.retex_config, labels={})
     return taken
 
 
@@ -110,7 +110,7 @@ class Body:
 
     def __init__(self, study: Study, model: RetexModel, probe_rows: int) -> None:
         self.study, self.model, self.probe_rows = study, model, probe_rows
-        self.heads = take_heads(model) if any(model.heads.as_dict(model.tasks).values()) else None
+        self.heads = take_heads(model) if any(model.heads.values()) else None
         self._residuals: dict[tuple[str, str], Tensor] = {}
 
     @cached_property

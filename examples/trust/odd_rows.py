@@ -7,6 +7,7 @@ import tempfile
 import torch
 
 from retex_hf import InputError, RetexError, RetexModel, TaskError
+from retex_hf.model.components import extractor_of
 
 from .oddities import FAR, Subject, case, holds, refused, same
 from .subjects import TASKS, batch, texts
@@ -153,7 +154,7 @@ def half_overflow(subject: Subject) -> None:
     rows["inputs_embeds"] = rows["inputs_embeds"].half()
     rows["inputs_embeds"][2] = 6e4
     rows["inputs_embeds"][2, :, ::2] = -6e4
-    features = model._extractor([model.signatures.feature_layer])(rows)[model.signatures.feature_layer]
+    features = extractor_of(model.parts(), [model.signatures.feature_layer])(rows)[model.signatures.feature_layer]
     if features.isfinite().all():  # normalisation in float32 may keep it finite; then it must be answered
         model.identify(**rows)
         rows["inputs_embeds"][2] = torch.inf

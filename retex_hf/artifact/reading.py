@@ -26,8 +26,9 @@ from ..routing import Signatures, WeightSignatures
 from ..utils.devices import one_device
 from ..utils.module_tensors import resize_tensors
 from ..utils.strict_files import check_links, parse_json, parse_yaml, read_file
+from ..utils.tensor_bank import TensorBank
 from .files import ArtifactFiles
-from .recipe import cast_when_loaded
+from .recipe_record import RecipeRecord
 from .schema import (
     EVALUATION_NAME,
     HEADS,
@@ -46,7 +47,7 @@ from .schema import (
     read_description,
     read_manifest,
 )
-from .state import RetexParts
+from .state import RetexParts, bank_of_base
 
 # Attempts at reading a folder that other processes keep replacing.
 ATTEMPTS = 10
@@ -78,8 +79,8 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
                 raise
             continue
         if _generation(folder) == before:
-            heads = {task: beside_own(model, head) for task, head in parts.heads.items()}
-            rows = {task: beside_own(model, own) for task, own in parts.rows.items()}
+            heads = TensorBank({task: beside_own(model, head) for task, head in parts.heads.items()})
+            rows = TensorBank({task: beside_own(model, own) for task, own in parts.rows.items()})
             recipe = _recipe_of(parts, files.weights(library.WEIGHTS_STEM), load_options.get("dtype"))
             return dataclasses.replace(parts, model=model, heads=heads, rows=rows, recipe=recipe)
     raise ArtifactError(
@@ -87,14 +88,15 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
     )
 
 
-def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> dict[str, Any] | None:
+def _recipe_of(parts: RetexParts, stored: Source, dtype: Any) -> RecipeRecord | None:
     """Return the recipe of the loaded model; note in it a dtype other than that of most stored numbers."""
     numbers: Counter[torch.dtype] = Counter()
     for info in stored.infos.values():
         if info.dtype.is_floating_point:
             numbers[info.dtype] += prod(info.shape)
-    asked = isinstance(dtype, torch.dtype) and bool(numbers)
-    return cast_when_loaded(parts.recipe, dtype) if asked and numbers.most_common(1)[0][0] != dtype else parts.recipe
+    if parts.recipe is None or not isinstance(dtype, torch.dtype) or not numbers:
+        return parts.recipe
+    return parts.recipe if numbers.most_common(1)[0][0] == dtype else parts.recipe.cast_to(dtype)
 
 
 def _generation(folder: Path) -> tuple[int, int] | None:
@@ -133,12 +135,23 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
     recipe = read_beside(files, RECIPE_NAME, dict)
     evaluation = read_beside(files, EVALUATION_NAME, dict)
     home = folder.absolute()  # absolute, because the working directory may change before tokenizers are copied
-    parts = RetexParts(
-        config, model, recovery, heads, errors, signatures, pretrained, home, history, recipe, evaluation, not verify
-    )
-    parts.rows = rows
     own = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
-    parts.tokenizers = {task: home / task_tokenizer(task) for task in own}
+    parts = RetexParts(
+        config=config,
+        model=model,
+        recovery=recovery,
+        heads=TensorBank(heads),
+        errors=errors,
+        signatures=signatures,
+        pretrained=bank_of_base(pretrained),
+        side_folder=home,
+        history=history,
+        recipe=None if recipe is None else RecipeRecord(recipe),
+        evaluation=evaluation,
+        unverified=not verify,
+        rows=TensorBank(rows),
+        tokenizers={task: home / task_tokenizer(task) for task in own},
+    )
     if check_finite:
         for source in files.sources():
             check_numbers(source)

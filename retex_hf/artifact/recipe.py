@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "tr
 OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse", "device"}
 # Fields that determine how reference inputs are read.
 OF_REFERENCES = ("split", "input_column", "max_length", "seed")
-SIGNED_IN_MEMORY = "fit signatures on batches in memory"
 # Sums depend on the number of threads in their last bit, so a recipe may ask for more than there are cores, up to a
 # limit.
 MOST_THREADS = max(256, os.cpu_count() or 1)
@@ -115,9 +114,9 @@ class Recipe:
         values = {key: value for key, value in values.items() if value is not None}
         if values.get("mixed_precision") is False:  # YAML reads a bare `no` as False
             values["mixed_precision"] = "no"
-        for field in dataclasses.fields(cls):
-            if field.name in values:
-                _check_kind(values[field.name], str(field.type), f"{field.name!r} of {_lower(where)}")
+        for name, kind in kinds_of(cls).items():
+            if name in values:
+                check_kind(values[name], kind, f"{name!r} of {_lower(where)}")
         for section, known in (("config", settable_fields()), ("training", field_names(TrainingConfig))):
             _check_keys(values.get(section, {}), known, f"{section!r} of {_lower(where)}")
         return cls(**values)
@@ -167,22 +166,16 @@ def describe_build(
     model_config: str | dict[str, Any] | None = None,
     check_base: bool = True,
     dtype: torch.dtype | None = None,
-) -> dict[str, Any] | None:
+) -> Recipe | None:
     """Return the recipe of a build, or None if one of its sources exists only in memory.
 
     Paths are kept as given. `revisions` holds the commit of every Hub source, because a branch can move.
     """
     if not all(isinstance(source, (str, PathLike)) for source in (base, *experts.values())):
         return None
-
-    def pinned(source: Any) -> str:
-        source = str(source)
-        revision = revisions.get(source)
-        return source if revision is None else f"{source.partition('@')[0]}@{revision}"
-
-    recipe = Recipe(
-        base=pinned(base),
-        experts={task: pinned(source) for task, source in experts.items()},
+    return Recipe(
+        base=pinned(base, revisions.get(str(base))),
+        experts={task: pinned(source, revisions.get(str(source))) for task, source in experts.items()},
         config=changed_fields(config),
         solver=solver,
         training={} if training is None else _plain(changed_fields(training)),
@@ -192,132 +185,20 @@ def describe_build(
         threads=torch.get_num_threads(),
         made_with={name: version(name) for name in PACKAGES},
     )
-    return recipe.stored()
 
 
-def known_data(recipe: dict[str, Any] | None, tasks: Sequence[str]) -> dict[str, str]:
-    """Return the data of those tasks for which a recipe names data, in the build or in later changes.
-
-    >>> from retex_hf.artifact.recipe import known_data
-    >>> changes = [{"add": "b", "expert": "x", "data": {"b": "b.txt"}}, {"remove": "c"}]
-    >>> known_data({"data": {"a": "a.txt", "c": "c.txt"}, "changes": changes}, ["a", "b"])
-    {'a': 'a.txt', 'b': 'b.txt'}
-    """
-    recipe = recipe or {}
-    found = {}
-    for references in (recipe, *(change.get("sign", change) for change in stored_changes(recipe))):
-        found |= _read_references(references).get("data", {})
-    return {task: found[task] for task in tasks if task in found}
-
-
-def known_experts(recipe: dict[str, Any]) -> dict[str, str]:
-    """Return the experts that a recipe names, in the build or in later changes."""
-    built = recipe.get("experts", {})
-    _check_kind(built, "dict[str, str]", "'experts' of the artifact's recipe")
-    added = [(change["add"], change.get("expert")) for change in stored_changes(recipe) if "add" in change]
-    wrong = [pair for pair in added if not all(isinstance(part, str) for part in pair)]
-    if wrong:
-        raise ConfigError(f"A change of the artifact's recipe must add a task and its expert, not {brief(wrong[0])}.")
-    return built | dict(added)
-
-
-def known_base(recipe: dict[str, Any]) -> str | None:
-    """Return the base that a recipe names, or None."""
-    if recipe.get("base") is not None:
-        _check_kind(recipe["base"], "str", "'base' of the artifact's recipe")
-    return recipe.get("base")
-
-
-def check_trusted(named: Mapping[str, str], artifact: str | Path, trusted: bool, instead: str) -> None:
-    """Refuse to read what an artifact's recipe names, unless its author is trusted.
-
-    An untrusted recipe could request any Hub repository, or have local files read and shown.
-
-    Args:
-        named: Sources that would be read, and their locations according to the recipe.
-        artifact: The artifact whose recipe it is.
-        trusted: Whether the caller trusts the author.
-        instead: How the caller can name the data explicitly.
-    """
-    if named and not trusted:
-        shown = ", ".join(f"{what}: {brief(source)}" for what, source in named.items())
-        raise ConfigError(
-            f"The recipe in {artifact} names what to read ({shown}): pass --trust-recipe if you trust its author, or "
-            f"{instead}."
-        )
-
-
-def last_references(recipe: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the `OF_REFERENCES` of the last fit of signatures for all tasks, where they differ from the defaults.
-
-    >>> from retex_hf.artifact.recipe import last_references
-    >>> last_references({"max_length": 32, "changes": [{"remove": "c"}, {"sign": {"data": {}, "max_length": 64}}]})
-    {'max_length': 64}
-    """
-    recipe = recipe or {}
-    signings = [change["sign"] for change in stored_changes(recipe) if "sign" in change]
-    last = _read_references((signings or [recipe])[-1])
-    return {key: value for key, value in last.items() if key in OF_REFERENCES}
-
-
-def stored_changes(recipe: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the changes in an artifact's recipe, which is untrusted."""
-    changes = recipe.get("changes", [])
-    if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
-        raise ConfigError(f"'changes' of the artifact's recipe must be a list of changes, not {brief(changes)}.")
-    return changes
-
-
-def _read_references(values: Any) -> dict[str, Any]:
-    """Return the location and reading options of reference inputs, checking the type of each."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"'sign' of the artifact's recipe must hold keys and values, not {brief(values)}.")
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Recipe)}
-    found = {key: values[key] for key in ("data", *OF_REFERENCES) if values.get(key) is not None}
-    for key, value in found.items():
-        _check_kind(value, kinds[key], f"{key!r} of the artifact's recipe")
-    return found
-
-
-def signed_task_in_memory(task: str) -> str:
-    """Return the note that an added task's signature was fitted on batches in memory."""
-    return f"sign task {task!r} with batches in memory"
-
-
-def signed_in_memory(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Note in a recipe that signatures were fitted on batches that it cannot name.
-
-    Earlier signatures stay in it, because tasks added since have joined them.
-    """
-    return _unrecorded(recipe, SIGNED_IN_MEMORY)
-
-
-def cast_when_loaded(recipe: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Note in a recipe that the model was loaded in another dtype than stored, and may be saved in it.
-
-    >>> import torch
-    >>> from retex_hf.artifact.recipe import cast_when_loaded
-    >>> cast_when_loaded({"base": "org/base"}, torch.float16)
-    {'base': 'org/base', 'unrecorded': ['cast the merged model to float16']}
-    """
-    return _unrecorded(recipe, f"cast the merged model to {str(dtype).removeprefix('torch.')}")
-
-
-def _unrecorded(recipe: dict[str, Any] | None, what: str) -> dict[str, Any] | None:
-    if recipe is None:
-        return None
-    known = recipe.get("unrecorded", [])
-    if not isinstance(known, list) or not all(isinstance(entry, str) for entry in known):
-        raise ConfigError(f"'unrecorded' of the artifact's recipe must be a list of texts, not {brief(known)}.")
-    return recipe | {"unrecorded": sorted({*known, what})}
+def pinned(source: str | PathLike[str], revision: str | None) -> str:
+    """Return a source at a commit, because a branch can move; None leaves it as it is."""
+    text = fspath(source)
+    return text if revision is None else f"{text.partition('@')[0]}@{revision}"
 
 
 @contextmanager
-def same_threads(recipe: dict[str, Any] | None) -> Iterator[None]:
-    """Use as many threads as the recipe was built with, if it says so."""
-    usual, wanted = torch.get_num_threads(), (recipe or {}).get("threads")
-    _check_threads(wanted)
-    torch.set_num_threads(wanted or usual)
+def use_threads(threads: int | None) -> Iterator[None]:
+    """Use as many threads as a recipe was built with; None keeps torch's number."""
+    usual = torch.get_num_threads()
+    _check_threads(threads)
+    torch.set_num_threads(threads or usual)
     try:
         yield
     finally:
@@ -341,6 +222,11 @@ def field_names(cls: type, ordered: bool = False) -> Any:
     """Return the names of a dataclass's fields."""
     names = [field.name for field in dataclasses.fields(cls)]
     return names if ordered else set(names)
+
+
+def kinds_of(cls: type[Recipe]) -> dict[str, str]:
+    """Return the annotations of a recipe's fields, for `check_kind`."""
+    return {field.name: str(field.type) for field in dataclasses.fields(cls)}
 
 
 def settable_fields() -> set[str]:
@@ -374,7 +260,8 @@ KINDS = {
 }
 
 
-def _check_kind(value: Any, annotation: str, where: str) -> None:
+def check_kind(value: Any, annotation: str, where: str) -> None:
+    """Refuse a value that is not of an annotation's type; `where` names it in messages."""
     if annotation == "dict[str, str]":
         if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
             raise ConfigError(f"{where} must hold names and texts, not {brief(value)}.")

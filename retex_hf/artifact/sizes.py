@@ -25,7 +25,7 @@ def sizes_of(parts: RetexParts) -> dict[str, int]:
         HEADS: bytes_of(tensor for head in parts.heads.values() for tensor in head.values()),
         ROWS: bytes_of(tensor for rows in parts.rows.values() for tensor in rows.values()),
         SIGNATURES: bytes_of(value for value in signatures if isinstance(value, Tensor)),
-        PRETRAINED: bytes_of(parts.pretrained.values()),
+        PRETRAINED: bytes_of(parts.base_tensors.values()),
     }
     return {part: size for part, size in sizes.items() if size}
 

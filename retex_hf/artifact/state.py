@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,19 @@ from torch import Tensor, nn
 from ..config import RetexConfig
 from ..recovery import RecoveryModule
 from ..routing import Signatures, WeightSignatures
+from ..utils.tensor_bank import TensorBank
+from .recipe_record import RecipeRecord
+
+# Parts that are modules of the model: torch moves, saves and trains them.
+MODULES = ("model", "recovery", "heads", "rows", "pretrained")
+BASE_TENSORS = "base"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RetexParts:
     """The merged model and everything that recovers and identifies its experts.
+
+    A change makes new parts, with `dataclasses.replace`; calls that are running keep the old ones.
 
     `heads` are the tensors that each task stores whole, `errors` the relative recovery error of each parameter,
     `pretrained` the base's tensors where features come from them, `side_folder` the folder of tokenizer and processor
@@ -28,14 +37,29 @@ class RetexParts:
     config: RetexConfig
     model: nn.Module
     recovery: RecoveryModule
-    heads: dict[str, dict[str, Tensor]]
-    errors: dict[str, float]
+    heads: TensorBank
+    errors: Mapping[str, float | None]
     signatures: Signatures | WeightSignatures | None = None
-    pretrained: dict[str, Tensor] = field(default_factory=dict)
+    pretrained: TensorBank = field(default_factory=TensorBank)
     side_folder: Path | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
-    recipe: dict[str, Any] | None = None
+    recipe: RecipeRecord | None = None
     evaluation: dict[str, Any] | None = None
     unverified: bool = False
-    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    tokenizers: dict[str, Path] = field(default_factory=dict)
+    rows: TensorBank = field(default_factory=TensorBank)
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the parts that are modules, by name."""
+        return {name: getattr(self, name) for name in MODULES}
+
+    @property
+    def base_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the base that features are computed with; empty if those are the merged model's."""
+        return self.pretrained[BASE_TENSORS] if self.pretrained else {}
+
+
+def bank_of_base(tensors: Mapping[str, Tensor]) -> TensorBank:
+    """Return the base's tensors as `RetexParts.pretrained` holds them."""
+    return TensorBank({BASE_TENSORS: tensors} if tensors else {})

@@ -183,7 +183,7 @@ def _write_weights(parts: RetexParts, folder: Path, max_shard_size: str | int) -
         filename_pattern=RECOVERY + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    _save(parts.pretrained, folder / f"{PRETRAINED}.safetensors")
+    _save(parts.base_tensors, folder / f"{PRETRAINED}.safetensors")
     for stem, groups in ((HEADS, parts.heads), (ROWS, parts.rows)):
         tensors = {head_key(task, name): tensor for task, own in groups.items() for name, tensor in own.items()}
         _save(tensors, folder / f"{stem}.safetensors")
@@ -221,7 +221,7 @@ def _write_description(
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
     if parts.recipe is not None:
-        text = yaml.safe_dump(parts.recipe, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(dict(parts.recipe), sort_keys=False, allow_unicode=True)
         (folder / RECIPE_NAME).write_text(text, encoding="utf-8")
     if parts.evaluation is not None:
         (folder / EVALUATION_NAME).write_text(json.dumps(parts.evaluation, indent=2) + "\n", encoding="utf-8")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,31 @@ from torch import Tensor
 
 from ..artifact import reading, writing
 from ..artifact.schema import head_key
-from ..artifact.state import RetexParts
-from ..checkpoints import Checkpoint, ExpertSet, check_range, open_source, read_finite, typed_path
-from ..checkpoints.tensor_store import FolderStore, MemoryStore, Store
+from ..artifact.state import RetexParts, bank_of_base
+from ..checkpoints import Checkpoint, ExpertSet, TensorInfo, check_range, open_source, read_finite, typed_path
+from ..checkpoints.tensor_store import FolderStore, Store
 from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
 from ..config import RetexConfig, matches
 from ..data.readout import Classifier, Readout
 from ..errors import ArtifactError, CheckpointError, ConfigError
 from ..merging import Merger, check_calibration, get_merger, learn_options
 from ..merging.calibration import Calibration, CalibrationData, read_calibration
-from ..recovery import History, Targets, TrainingConfig, clear_state, plan_layouts, relative_errors, solve_all, train
+from ..recovery import (
+    BuildContext,
+    History,
+    Targets,
+    TrainingConfig,
+    clear_state,
+    plan_layouts,
+    relative_errors,
+    solve_all,
+    train,
+)
 from ..recovery.work_sharing import run_dealt
 from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
 from ..utils.devices import device_of, parse_device
 from ..utils.progress import remark
+from ..utils.tensor_bank import TensorBank
 from .estimate import BuildEstimate
 from .merged_tensors import FileTensors, MergedTensors, ModelTensors
 from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, merge_method, prepare
@@ -63,12 +75,12 @@ def build(
     check_tasks(experts)
     accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
     blueprint = prepare(base, experts, config, device=device, **prepare_options)
-    store = MemoryStore()
+    context = BuildContext(accelerator, progress)
     if calibration is not None:
         data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
-        blueprint = _learn_merge(blueprint, data, lambda: blueprint, store, accelerator, progress)
+        blueprint = _learn_merge(blueprint, data, lambda: blueprint, context)
     merged = ModelTensors(blueprint.model, blueprint.inventory)
-    return _construct(blueprint, merged, store, solver, training, accelerator, progress, keep_state)
+    return _construct(blueprint, merged, context, _training(solver, training), keep_state)
 
 
 def build_folder(
@@ -149,15 +161,16 @@ def build_folder(
         folder = place / "artifact"
         folder.mkdir(exist_ok=True)
         store = FolderStore(folder, place, stems, accelerator)
+        context = BuildContext(accelerator, progress, store)
         if data is not None:
             # Learning runs the model, which must therefore not be on the meta device.
             def loaded() -> Blueprint:
                 return prepare(base, experts, config, device=device, **prepare_options)
 
-            blueprint = _learn_merge(blueprint, data, loaded, store, accelerator, progress)
+            blueprint = _learn_merge(blueprint, data, loaded, context)
             store.sync()  # learning may take long: save its result now
         merged = FileTensors(blueprint.model, blueprint.library, blueprint.inventory, store)
-        parts = _construct(blueprint, merged, store, solver, training, accelerator, progress)
+        parts = _construct(blueprint, merged, context)
         store.sync()
         if accelerator is not None:
             accelerator.wait_for_everyone()
@@ -187,6 +200,11 @@ def _check_solver(solver: str, training: TrainingConfig | None) -> None:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
+
+
+def _training(solver: str, training: TrainingConfig | None) -> TrainingConfig | None:
+    """Return the settings of the learned path, or None for the closed form."""
+    return (training or TrainingConfig()) if solver == "adam" else None
 
 
 def _share_work(
@@ -225,21 +243,19 @@ def _learn_merge(
     blueprint: Blueprint,
     data: CalibrationData,
     loaded: Callable[[], Blueprint],
-    store: Store,
-    accelerator: Accelerator | None,
-    progress: bool,
+    context: BuildContext,
 ) -> Blueprint:
     """Return the blueprint with merge options learned from data, by the main process or by an interrupted build.
 
     `loaded` returns the same blueprint with a model that can run.
     """
     method, options = merge_method(blueprint.config)
-    found = store.finished(LEARNING).get(method)
-    if found is None and (accelerator is None or accelerator.is_main_process):
+    found = context.store.finished(LEARNING).get(method)
+    if found is None and context.is_main_process:
         weights = expert_weights_of(loaded())
-        found = learn_options(method, options, Calibration(weights, data.readout, data.batches, progress))
-        store.record(LEARNING, method, found)
-    if accelerator is not None:
+        found = learn_options(method, options, Calibration(weights, data.readout, data.batches, context.progress))
+        context.store.record(LEARNING, method, found)
+    if context.accelerator is not None:
         found = broadcast_object_list([found])[0]
     config = dataclasses.replace(blueprint.config, merge={"method": method, **found})
     return dataclasses.replace(blueprint, config=config)
@@ -259,29 +275,14 @@ def _check_disk(estimate: BuildEstimate, target: Path) -> None:
 def _construct(
     blueprint: Blueprint,
     merged: MergedTensors,
-    store: Store,
-    solver: str,
-    training: TrainingConfig | None,
-    accelerator: Accelerator | None,
-    progress: bool,
+    context: BuildContext,
+    training: TrainingConfig | None = None,
     keep_state: bool = False,
 ) -> RetexParts:
-    """Fill the merged model, the heads and the recovery, one parameter at a time."""
+    """Fill the merged model, the heads and the recovery, one parameter at a time; train the latter if told how."""
     config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
-    heads = {(task, name): info for task, head in blueprint.heads.items() for name, info in head.items()}
-    kept = {}
-    if heads:
-        stored = store.allocate("heads", {head_key(*key): info for key, info in heads.items()})
-        kept = {key: stored[head_key(*key)] for key in heads}
-    pretrained = {}
-    if config.feature_source == "pretrained":
-        infos = blueprint.infos
-        pretrained = store.allocate("pretrained", {name: infos[name] for name in experts.names})
-    rows = {(task, name): info for task, own in blueprint.rows.items() for name, info in own.items()}
-    if rows:
-        stored = store.allocate("rows", {head_key(*key): info for key, info in rows.items()})
-        rows = {key: stored[head_key(*key)] for key in rows}
-    changed = _merge(blueprint, merged, kept, rows, pretrained, store, accelerator, progress)
+    own = _allocate_own(blueprint, context.store)
+    changed = _merge(blueprint, merged, own, context)
 
     targets = Targets(
         experts,
@@ -289,42 +290,59 @@ def _construct(
         names=[name for name in experts.names if changed[name] and not matches(name, config.exclude)],
         expert_numbers=sum(prod(inventory.shapes[name]) for name in experts.names),
     )
-    layouts = plan_layouts(targets, config, inventory.convolutions, accelerator, progress, store)
+    layouts = plan_layouts(targets, config, inventory.convolutions, context)
     history = History()
-    if solver == "closed_form":
-        recovery, errors = solve_all(targets, layouts, config, accelerator, progress, store, config.recovery_dtype)
+    if training is None:
+        recovery, errors = solve_all(targets, layouts, config, context, config.recovery_dtype)
     else:
-        training_config = training or TrainingConfig()
-        recovery = train(targets, layouts, config, training_config, accelerator, progress, history, keep_state)
+        recovery = train(targets, layouts, config, training, context, history=history, keep_state=keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
     tokenizers = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
     warn_of_other_tokenizers(blueprint.base, blueprint.sources, tokenizers)
     return RetexParts(
-        dataclasses.replace(config, merge=_published_merge(config.merge)),
-        blueprint.model,
-        recovery,
-        {task: {name: kept[task, name] for name in experts.heads} for task in experts.tasks},
-        errors,
-        pretrained=pretrained,
+        config=dataclasses.replace(config, merge=_published_merge(config.merge)),
+        model=blueprint.model,
+        recovery=recovery,
+        heads=TensorBank(own.heads),
+        errors=errors,
+        pretrained=bank_of_base(own.pretrained),
         side_folder=find_side_folder((blueprint.base, *blueprint.sources.values())),
         history=history.records,
-        recipe=blueprint.recipe(solver, training),
-        rows={task: {name: rows[task, name] for name in experts.vocabulary} for task in experts.own},
+        recipe=blueprint.recipe("closed_form" if training is None else "adam", training),
+        rows=TensorBank(own.rows),
         tokenizers={task: tokenizer_folder(blueprint.sources[task]) for task in tokenizers},
     )
 
 
-def _merge(
-    blueprint: Blueprint,
-    merged: MergedTensors,
-    heads: Mapping[tuple[str, str], Tensor],
-    rows: Mapping[tuple[str, str], Tensor],
-    pretrained: Mapping[str, Tensor],
-    store: Store,
-    accelerator: Accelerator | None,
-    progress: bool,
-) -> dict[str, bool]:
+@dataclass(frozen=True)
+class OwnTensors:
+    """Tensors beside the merged model: each task's heads and rows of its own tokens, and a copy of the base."""
+
+    heads: dict[str, dict[str, Tensor]]
+    rows: dict[str, dict[str, Tensor]]
+    pretrained: dict[str, Tensor]
+
+    def named(self, names: Collection[str]) -> list[Tensor]:
+        """Return those of some names, of all tasks."""
+        groups = (*self.heads.values(), *self.rows.values(), self.pretrained)
+        return [tensor for group in groups for name, tensor in group.items() if name in names]
+
+
+def _allocate_own(blueprint: Blueprint, store: Store) -> OwnTensors:
+    def allocate(part: str, wanted: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, dict[str, Tensor]]:
+        infos = {head_key(task, name): info for task, own in wanted.items() for name, info in own.items()}
+        stored = store.allocate(part, infos) if infos else {}
+        return {task: {name: stored[head_key(task, name)] for name in own} for task, own in wanted.items()}
+
+    pretrained = {}
+    if blueprint.config.feature_source == "pretrained":
+        infos = blueprint.infos
+        pretrained = store.allocate("pretrained", {name: infos[name] for name in blueprint.experts.names})
+    return OwnTensors(allocate("heads", blueprint.heads), allocate("rows", blueprint.rows), pretrained)
+
+
+def _merge(blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, context: BuildContext) -> dict[str, bool]:
     """Fill every tensor of the merged model, the heads and the copy of the base, reading each expert's tensors once.
 
     Returns, for each merged tensor, whether some expert differs from the merge.
@@ -333,7 +351,7 @@ def _merge(
     own, integers, infos = set(experts.heads), set(blueprint.inventory.integers), blueprint.infos
     body = set(experts.names)
     # Opening a merger may take passes over all experts, so skip it if everything is merged already.
-    finished = len(store.finished(MERGING)) == len(merged.units)
+    finished = len(context.store.finished(MERGING)) == len(merged.units)
     merger = None if finished else _open_merger(blueprint)
 
     def work(unit: tuple[str, ...]) -> dict[str, bool]:
@@ -344,30 +362,29 @@ def _merge(
                 dtype = infos[name].dtype
                 tensors[name] = [read_finite(expert, name, dtype) for expert in experts.experts.values()]
                 values[name] = check_range(merger(name, base, tensors[name]), "the merge", name, dtype)
-                if name in pretrained:
-                    pretrained[name].copy_(base)
+                if name in stored.pretrained:
+                    stored.pretrained[name].copy_(base)
                 for task in experts.own if name in experts.vocabulary else ():
-                    rows[task, name].copy_(experts.read_rows(task, name, dtype))
+                    stored.rows[task][name].copy_(experts.read_rows(task, name, dtype))
             elif name in own:
                 for task, expert in experts.experts.items():
-                    heads[task, name].copy_(read_finite(expert, name, infos[name].dtype))
-                values[name] = heads[experts.tasks[0], name]
+                    stored.heads[task][name].copy_(read_finite(expert, name, infos[name].dtype))
+                values[name] = stored.heads[experts.tasks[0]][name]
             elif name in integers:
                 values[name] = _read_integer(experts, name)
         merged.write(values)
         differs = {}
         for name, found in tensors.items():
             # The rounded merge is stored, so compare with that.
-            stored = merged[name].to(blueprint.device)
-            differs[name] = any(not torch.equal(tensor.to(stored.dtype), stored) for tensor in found)
+            rounded = merged[name].to(blueprint.device)
+            differs[name] = any(not torch.equal(tensor.to(rounded.dtype), rounded) for tensor in found)
         return differs
 
     def written(unit: tuple[str, ...]) -> list[Tensor]:
-        own_heads = [tensor for (_, name), tensor in (*heads.items(), *rows.items()) if name in unit]
-        return [*merged.tensors_of(unit), *own_heads, *(pretrained[name] for name in unit if name in pretrained)]
+        return [*merged.tensors_of(unit), *stored.named(unit)]
 
     costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
-    done = run_dealt(costs, work, accelerator, MERGING, progress, store=store, written=written)
+    done = run_dealt(context, costs, work, MERGING, written)
     return {name: differs for facts in done.values() for name, differs in facts.items()}
 
 

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..artifact.recipe import PACKAGES, describe_build
+from ..artifact.recipe_record import RecipeRecord
 from ..backends import (
     DESCRIBED,
     Backend,
@@ -115,14 +116,16 @@ class Blueprint:
         rows = sum(tensor_bytes(info) for own in self.rows.values() for info in own.values())
         return dataclasses.replace(estimate, disk=estimate.disk + rows)
 
-    def recipe(self, solver: str, training: TrainingConfig | None) -> dict[str, Any] | None:
+    def recipe(self, solver: str, training: TrainingConfig | None) -> RecipeRecord | None:
         """Return the recipe of the build, see `describe_build`."""
         opened = [
             (self.given["base"], self.base),
             *zip(self.given["experts"].values(), self.sources.values(), strict=True),
         ]
         revisions = {spec: source.provenance.get("revision") for spec, source in opened if isinstance(spec, str)}
-        return describe_build(**self.given, config=self.config, revisions=revisions, solver=solver, training=training)
+        options = {"revisions": revisions, "solver": solver, "training": training}
+        recipe = describe_build(**self.given, config=self.config, **options)
+        return None if recipe is None else RecipeRecord(recipe.stored())
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on; an interrupted build of another identity is not continued."""

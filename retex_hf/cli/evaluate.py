@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..artifact.recipe import check_trusted, known_base, known_data, known_experts, last_references
+from ..artifact.recipe_record import RecipeRecord, check_trusted
 from ..errors import ConfigError
 from ..evaluation import Report, TaskData, load_task
 from ..model.retex_model import RetexModel
@@ -85,7 +85,7 @@ class EvalOptions(DeviceOptions):
         if self.results_dir is not None:
             check_target(self.results_dir)  # fail before the work, not after it
         model = RetexModel.from_pretrained(self.artifact, **self.model_options)
-        recipe = model.recipe or {}
+        recipe = model.recipe or RecipeRecord()
         data = self.data or self._trusted_data(recipe, model.tasks)
         if self.save and not as_path(self.artifact).is_dir():
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
@@ -93,7 +93,7 @@ class EvalOptions(DeviceOptions):
         classes = read_classes(self.classes)
         generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         if self.input_column is None and not self.data:
-            self.input_column = last_references(recipe).get("input_column")
+            self.input_column = recipe.references().get("input_column")
         preprocessor = preprocessor_of(model, self.max_length)
         predictor = Predictor(model, preprocessor, classes=classes, prompt=self.prompt, **generate)
         tests = [self._load(model, task, source, classes) for task, source in data.items()]
@@ -115,22 +115,22 @@ class EvalOptions(DeviceOptions):
         loaded = load_task(task, source, split=self.split, label_names=names, **columns)
         return loaded if self.rows is None else sample_rows(loaded, self.rows, self.seed)
 
-    def _trusted_data(self, recipe: dict, tasks: list[str]) -> dict[str, str]:
-        named = known_data(recipe, tasks)
+    def _trusted_data(self, recipe: RecipeRecord, tasks: list[str]) -> dict[str, str]:
+        named = recipe.data_of(tasks)
         if not named:
             raise ConfigError(f"Say which data to evaluate on: --data TASK=SOURCE for each of {tasks}.")
         shown = {f"data of {task!r}": source for task, source in named.items()}
         check_trusted(shown, self.artifact, self.trust_recipe, "name the data with --data TASK=SOURCE")
         return named
 
-    def _individual(self, recipe: dict, tasks: list[str]) -> tuple[dict[str, str], str | None]:
+    def _individual(self, recipe: RecipeRecord, tasks: list[str]) -> tuple[dict[str, str], str | None]:
         """Return the experts and their base: those that the caller names, else those of a trusted recipe."""
-        found = {**known_experts(recipe), **self.experts}
+        found = {**recipe.experts, **self.experts}
         missing = [task for task in tasks if task not in found]
         if missing:
             raise ConfigError(f"Nothing says where the expert of {missing[0]!r} is: pass --expert {missing[0]}=SOURCE.")
         named = {f"expert {task!r}": found[task] for task in tasks if task not in self.experts}
-        base = self.base or known_base(recipe)
+        base = self.base or recipe.base
         if self.base is None and base is not None:
             named["base"] = base
         check_trusted(named, self.artifact, self.trust_recipe, "name them with --expert TASK=SOURCE and --base")

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..artifact.recipe import check_trusted, known_data, last_references
+from ..artifact.recipe_record import RecipeRecord, check_trusted
 from ..errors import ConfigError
 from ..model.retex_model import RetexModel
 from ..utils.tables import Table, percent
@@ -56,13 +56,14 @@ class SignOptions(DeviceOptions):
 
     def run(self) -> None:
         model = RetexModel.from_pretrained(self.artifact, **self.model_options)
-        data = self.data or known_data(model.recipe, model.tasks)
+        recipe = model.recipe or RecipeRecord()
+        data = self.data or recipe.data_of(model.tasks)
         if not data:
             raise ConfigError(f"Say which data to sign with: --data TASK=SOURCE for each of {model.tasks}.")
         if not self.data:
             shown = {f"data of {task!r}": source for task, source in data.items()}
             check_trusted(shown, self.artifact, self.trust_recipe, "name the data with --data TASK=SOURCE")
-        known = last_references(model.recipe)
+        known = recipe.references()
         if self.data:  # not from the recipe
             known = {"max_length": known.get("max_length")}
         own = {name: getattr(self, name) for name in ("split", "input_column", "max_length", "seed")}
@@ -72,7 +73,7 @@ class SignOptions(DeviceOptions):
         given = {name: value for name, value in given.items() if value is not None}
         model.retex_config = dataclasses.replace(model.retex_config, **given)
         if model.recipe is not None and given:
-            model.recipe["config"] = {**model.recipe.get("config", {}), **given}
+            model.recipe = recipe.with_values(config={**recipe.get("config", {}), **given})
         accuracies = sign(model, references, inputs=inputs, progress=True)
         target = self.output_dir or self.artifact
         if self.output_dir is not None or model.retex_config.shared_trunk:  # a shared trunk drops weights

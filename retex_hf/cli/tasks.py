@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from ..artifact.recipe import last_references
+from ..artifact.recipe_record import RecipeRecord
 from ..errors import ConfigError
 from ..model.retex_model import RetexModel
 from ..utils.terminal import say
@@ -56,7 +56,7 @@ class AddTaskOptions(DeviceOptions):
             raise ConfigError(f"{self.artifact} is signed: say with --data where inputs of {self.task!r} are.")
         if model.signatures is None and model.retex_config.signatures == "inputs" and self.data is not None:
             raise ConfigError(f"{self.artifact} is not signed: leave out --data, and run retex sign afterwards.")
-        known = last_references(model.recipe).get("max_length")
+        known = (model.recipe or RecipeRecord()).references().get("max_length")
         length = known if self.max_length is None else self.max_length
         data = {} if self.data is None else {self.task: self.data}
         references = References(data, self.split, self.input_column, length, self.seed)

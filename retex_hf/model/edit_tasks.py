@@ -6,7 +6,7 @@ The functions take parts and return new ones; the old ones stay unchanged, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..artifact.recipe import signed_task_in_memory
+from ..artifact.recipe_record import RecipeRecord
 from ..artifact.sizes import sizes_of
 from ..artifact.state import RetexParts
-from ..backends import as_inputs, kind_of_model, library_of, sentence_modules
+from ..backends import kind_of_model, library_of, sentence_modules
 from ..build.plan import architecture_of, check_base_configuration, check_tasks, read_labels
 from ..checkpoints import (
     AdapterSource,
@@ -40,25 +40,16 @@ from ..checkpoints.tokenizer_files import tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabulary
 from ..config import matches
 from ..errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
-from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with, task_index, trunk_cost
+from ..execution import copy_with, task_index, trunk_cost
 from ..execution.choice import find_fixed
-from ..execution.vocabulary_rows import rows_beyond, with_all_rows
 from ..recovery import Layout, plan_layout
 from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from ..recovery.layout import MATRIX
-from ..routing import (
-    FeatureExtractor,
-    Signatures,
-    WeightScorer,
-    WeightSignatures,
-    as_batches,
-    candidate_layers,
-    noted,
-    reference_features,
-    trunk_parameters,
-    trying,
-)
+from ..routing import Signatures, WeightSignatures, noted, reference_features, trunk_parameters
 from ..utils.devices import device_of, enough_memory, exact_device, parse_device
+from ..utils.tensor_bank import TensorBank
+from .components import extractor_of, runner_of, scorer_of
+from .edit_signatures import inputs_of
 
 MERGED = "the merged model"
 
@@ -120,14 +111,15 @@ def add_task(
     if check_base:
         check_related(experts, inventory.shapes)
     checkpoint = experts.experts[name]
-    rows, vocabulary = _joined_rows(parts, name, source, experts, inventory)
+    own_rows, vocabulary = _joined_rows(parts, name, source, experts, inventory)
+    rows = TensorBank(own_rows)
     like = parts.model.state_dict()
     head = {
         n: read_finite(checkpoint, n, like[n].dtype).to(like[n].device, like[n].dtype, copy=True) for n in experts.heads
     }
-    heads = {**parts.heads, name: head}
+    heads = TensorBank({**parts.heads, name: head})
     seen: list[dict[str, Any]] = []
-    batches = None if references is None else noted(_as_inputs(parts, references), seen)
+    batches = None if references is None else noted(inputs_of(parts, references), seen)
     signature = None
     if isinstance(parts.signatures, Signatures):
         signature = _fit_signature(
@@ -171,16 +163,19 @@ def add_task(
         rows=rows,
         tokenizers=tokenizers,
         errors=_joint_errors(parts.errors, growth),
-        recipe=_add_to_recipe(parts, name, expert, source, base, tolerance, check_base),
+        recipe=_note_task(parts, name, expert, source, base, tolerance, check_base),
         evaluation=None,
     )
     if signature is not None:
-        grown.signatures = parts.signatures.joined_by(signature.to(parts.signatures.mean.device))
+        joined = parts.signatures.joined_by(signature.to(parts.signatures.mean.device))
+        grown = replace(grown, signatures=joined)
     elif isinstance(parts.signatures, WeightSignatures):
-        grown.signatures = WeightSignatures.fit(partial(_scorer, grown), batches)
+        centred = WeightSignatures.fit(partial(scorer_of, replace(grown, signatures=None)), batches)
+        grown = replace(grown, signatures=centred)
     if config.trunk is not None:
         cost = _trunk_cost(grown, name, {n: _read(checkpoint, n) for n in trunk if n in checkpoint}, seen)
-        grown.config.trunk = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
+        described = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
+        grown = replace(grown, config=replace(grown.config, trunk=described))
     added = AddedTask(
         name,
         growth.errors,
@@ -223,12 +218,12 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
         ),
         model=model,
         recovery=recovery,
-        heads=heads,
-        rows=_without(parts.rows, name),
+        heads=TensorBank(heads),
+        rows=TensorBank(_without(parts.rows, name)),
         tokenizers=_without(parts.tokenizers, name),
         errors={n: error for n, error in parts.errors.items() if n in recovery},
         signatures=None if parts.signatures is None else parts.signatures.without(index),
-        recipe=_changed(parts.recipe, {"remove": name}),
+        recipe=None if parts.recipe is None else parts.recipe.without_task(name),
         evaluation=None,
     )
 
@@ -244,6 +239,20 @@ def delete_tasks(parts: RetexParts, names: list[str]) -> RetexParts:
         raise TaskError(f"{names} are all the tasks; a model of no tasks is the merged model itself.")
     for name in names:
         parts = delete_task(parts, name)
+    return parts
+
+
+def select_tasks(parts: RetexParts, names: Iterable[str]) -> RetexParts:
+    """Return the parts of a model with some of its tasks only."""
+    tasks = parts.config.tasks
+    kept = list(names) if isinstance(names, Iterable) else []
+    if isinstance(names, str) or not kept:
+        raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {tasks}.")
+    for name in kept:
+        task_index(name, tasks)
+    for name in tasks:
+        if name not in kept:
+            parts = delete_task(parts, name)
     return parts
 
 
@@ -295,7 +304,7 @@ def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, 
             raise ConfigError(f"base= is for adapters without one; {source.label} is a PeftModel, which has its own.")
         return None
     if base is None:
-        named = (parts.recipe or {}).get("base")
+        named = None if parts.recipe is None else parts.recipe.get("base")
         hint = "" if named is None else f" (the recipe names {brief(named)})"
         raise CheckpointError(f"{source.label} is an adapter: say with base= which model it was trained on{hint}.")
     return open_source(base, "the base", token=token, cache_dir=cache_dir)
@@ -441,28 +450,10 @@ def _joint_errors(errors: Mapping[str, float], growth: Growth) -> dict[str, floa
     return {**growth.errors, **known}
 
 
-def _as_inputs(parts: RetexParts, references: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    return map(partial(as_inputs, parts.model), as_batches(references))
-
-
-def _extractor(parts: RetexParts, layers: list[str]) -> FeatureExtractor:
-    tensors = beside_own(parts.model, parts.pretrained)
-    if parts.config.vocabulary:
-        rows = rows_beyond(parts.model, library_of(parts.model), parts.heads, parts.rows)
-        tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
-    model = copy_with(parts.model, tensors).eval()
-    return FeatureExtractor(model, layers, parts.config.feature_pooling)
-
-
-def _scorer(parts: RetexParts, sample: Mapping[str, Any]) -> WeightScorer:
-    usable = trying(partial(_extractor, parts), candidate_layers(parts.model, parts.config), sample)
-    return WeightScorer(_extractor(parts, usable.layers[-1:]), parts.recovery)
-
-
 def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
     """Fit the signature of the new task, at the feature layer of the others."""
     config, layer = parts.config, parts.signatures.feature_layer
-    features = reference_features(_extractor(parts, [layer]), name, batches, config.num_reference)
+    features = reference_features(extractor_of(parts, [layer]), name, batches, config.num_reference)
     return Signatures.fit([features[layer]], config.signature_rank, layer)
 
 
@@ -473,7 +464,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
-    return trunk_parameters(_extractor(parts, [parts.signatures.feature_layer]), sample, parts.model)
+    return trunk_parameters(extractor_of(parts, [parts.signatures.feature_layer]), sample, parts.model)
 
 
 def _trunk_cost(
@@ -483,20 +474,12 @@ def _trunk_cost(
     device = parts.recovery.task_embedding.device
     like = parts.model.state_dict()
     own = {n: tensor.to(device, like[n].dtype) for n, tensor in trunk.items()}
-    shared = ExpertRunner(
-        model=parts.model,
-        library=library_of(parts.model),
-        recovery=parts.recovery,
-        tasks=parts.config.tasks,
-        heads=parts.heads,
-        labels=parts.config.labels,
-        cache=ExpertCache(0),
-    )
+    shared = runner_of(parts)
     full = replace(shared, heads={**parts.heads, name: {**parts.heads[name], **own}})
-    return trunk_cost(full, shared, {name: batches}, _extractor(parts, [parts.signatures.feature_layer]))
+    return trunk_cost(full, shared, {name: batches}, extractor_of(parts, [parts.signatures.feature_layer]))
 
 
-def _add_to_recipe(
+def _note_task(
     parts: RetexParts,
     name: str,
     expert: Any,
@@ -504,27 +487,17 @@ def _add_to_recipe(
     base: Any,
     tolerance: float | None,
     check_base: bool,
-) -> dict[str, Any] | None:
+) -> RecipeRecord | None:
     """Return the recipe with the new task; None if the expert or its base exists only in memory."""
-    if not all(isinstance(spec, (str, os.PathLike)) for spec in (expert, base) if spec is not None):
+    in_files = all(isinstance(spec, (str, os.PathLike)) for spec in (expert, base) if spec is not None)
+    if parts.recipe is None or not in_files:
         return None
-    text, revision = os.fspath(expert), source.provenance.get("revision")
-    change: dict[str, Any] = {
-        "add": name,
-        # Pin the commit, because a branch can move.
-        "expert": text if revision is None else f"{text.partition('@')[0]}@{revision}",
-    }
-    change |= {} if base is None else {"base": os.fspath(base)}
-    change |= {} if tolerance is None else {"tolerance": tolerance}
-    change |= {} if check_base else {"check_base": False}
-    recipe = _changed(parts.recipe, change)
-    if recipe is not None and parts.signatures is not None:
-        recipe["unrecorded"] = [*recipe.get("unrecorded", []), signed_task_in_memory(name)]
-    return recipe
-
-
-def _changed(recipe: dict[str, Any] | None, change: dict[str, Any]) -> dict[str, Any] | None:
-    return None if recipe is None else {**recipe, "changes": [*recipe.get("changes", []), change]}
+    options: dict[str, Any] = {} if base is None else {"base": os.fspath(base)}
+    options |= {} if tolerance is None else {"tolerance": tolerance}
+    options |= {} if check_base else {"check_base": False}
+    signed = parts.signatures is not None
+    revision = source.provenance.get("revision")
+    return parts.recipe.with_task(name, expert, revision=revision, signed_in_memory=signed, **options)
 
 
 def _without(values: Mapping[str, Any], key: str) -> dict[str, Any]:

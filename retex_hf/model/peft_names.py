@@ -12,7 +12,7 @@ from ..errors import ConfigError, InputError
 if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus, TunerModelStatus
 
-    from .routed_model import RoutedModel
+    from .snapshot import Snapshot
 
 PEFT_TYPE = "RETEX"
 # Names of PEFT and of transformers' adapter methods that a `RetexModel` refuses, and why.
@@ -80,38 +80,38 @@ def check_spelling(function: Callable[..., Any], given: Mapping[str, Any]) -> No
             )
 
 
-def model_status(model: RoutedModel) -> TunerModelStatus:
+def model_status(state: Snapshot, enabled: bool) -> TunerModelStatus:
     """Return PEFT's `get_model_status`, with tasks as adapters."""
     from peft.peft_model import TunerModelStatus
 
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    learned = model.recovery.task_embedding.requires_grad
+    recovery, tasks = state.parts.recovery, state.tasks
+    parameters = [parameter for module in state.parts.modules.values() for parameter in module.parameters()]
     return TunerModelStatus(
-        base_model_type=type(model.get_base_model()).__name__,
-        adapter_model_type=type(model.recovery).__name__,
-        peft_types=dict.fromkeys(model.tasks, PEFT_TYPE),
-        trainable_params=trainable,
-        total_params=sum(parameter.numel() for parameter in model.parameters()),
-        num_adapter_layers=len(list(model.recovery)),
-        enabled=model.has_active_enabled_adapter,
-        active_adapters=model.active_adapters,
+        base_model_type=type(state.parts.model).__name__,
+        adapter_model_type=type(recovery).__name__,
+        peft_types=dict.fromkeys(tasks, PEFT_TYPE),
+        trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        total_params=sum(parameter.numel() for parameter in parameters),
+        num_adapter_layers=len(list(recovery)),
+        enabled=enabled,
+        active_adapters=list(state.active_names or tasks) if enabled else [],
         merged_adapters=[],
-        requires_grad=dict.fromkeys(model.tasks, learned),
-        available_adapters=list(model.tasks),
-        devices={task: [model.recovery.task_embedding.device.type] for task in model.tasks},
+        requires_grad=dict.fromkeys(tasks, recovery.task_embedding.requires_grad),
+        available_adapters=list(tasks),
+        devices={task: [recovery.task_embedding.device.type] for task in tasks},
         quantization_backend=None,
     )
 
 
-def layer_status(model: RoutedModel) -> list[TunerLayerStatus]:
+def layer_status(state: Snapshot, enabled: bool) -> list[TunerLayerStatus]:
     """Return PEFT's `get_layer_status`, with an entry per recovered parameter."""
     from peft.peft_model import TunerLayerStatus
 
-    whole = model_status(model)
+    whole = model_status(state, enabled)
     return [
         TunerLayerStatus(
             name=name,
-            module_type=model.recovery[name].layout.kind,
+            module_type=state.parts.recovery[name].layout.kind,
             enabled=whole.enabled,
             active_adapters=whole.active_adapters,
             merged_adapters=[],
@@ -120,5 +120,5 @@ def layer_status(model: RoutedModel) -> list[TunerLayerStatus]:
             devices=whole.devices,
             quantization_backend=None,
         )
-        for name in model.recovery
+        for name in state.parts.recovery
     ]

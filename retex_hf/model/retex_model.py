@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +14,20 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
 from ..artifact import hub, reading, writing
-from ..artifact.recipe import signed_in_memory
-from ..backends import as_inputs, parse_dtype, sentence_modules
+from ..artifact.state import RetexParts
+from ..backends import parse_dtype, sentence_modules
 from ..backends.untrusted_tokenizer import vetted_side_files
 from ..build.build import build, build_folder
 from ..build.plan import maker_of
 from ..config import RetexConfig
 from ..data.readout import Readout
-from ..errors import ConfigError, InputError, RetexError, TaskError
-from ..execution import ExpertCache, Group, Mixture, as_active, task_index, trunk_cost
+from ..errors import ConfigError, RetexError, TaskError
+from ..execution import as_active
 from ..recovery import TrainingConfig
-from ..routing import (
-    Signatures,
-    WeightSignatures,
-    as_batches,
-    candidate_layers,
-    describe_trunk,
-    fit_signatures,
-    keeps_cache,
-    noted,
-    trunk_parameters,
-)
 from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
 from ..utils.paths import as_path
-from ..utils.progress import remark
-from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks
+from .edit_signatures import sign
+from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks, select_tasks
 from .export.lora import LoraExport, export_lora
 from .peft_names import LOADING, SAVING, check_options
 from .routed_model import RoutedModel
@@ -201,28 +188,12 @@ class RetexModel(RoutedModel):
         if (push_options or repo_id is not None) and not push_to_hub:
             name = "repo_id" if repo_id is not None else sorted(push_options)[0]
             raise ConfigError(f"{name} is for push_to_hub=True.")
-        saved = self if selected_adapters is None else self._of_tasks(selected_adapters)
+        parts = self.parts() if selected_adapters is None else select_tasks(self.parts(), selected_adapters)
         if is_main_process:
-            writing.write(saved.parts(), save_directory, max_shard_size)
+            writing.write(parts, save_directory, max_shard_size)
             if push_to_hub:
                 name = repo_id or as_path(save_directory).resolve().name
-                saved.push_to_hub(name, max_shard_size=max_shard_size, **push_options)
-
-    def _of_tasks(self, names: Iterable[str]) -> RetexModel:
-        """Return a model with some of the tasks."""
-        parts = self.parts()
-        kept = list(names) if isinstance(names, Iterable) else []
-        if isinstance(names, str) or not kept:
-            raise TaskError(f"Expected a list of tasks, not {names!r}; the tasks are {self.tasks}.")
-        for name in kept:
-            task_index(name, parts.config.tasks)
-        for name in parts.config.tasks:
-            if name not in kept:
-                parts = delete_task(parts, name)
-        # Not a new model: that would put the merged model, which both share, into evaluation mode.
-        selected = self._frozen()
-        selected._adopt(parts)
-        return selected
+                hub.push(_writer(parts, max_shard_size), name, **push_options)
 
     def save_description(self, save_directory: str | Path) -> None:
         """Rewrite a saved model's metadata: configuration, signatures, recipe, measurements and card; weights stay.
@@ -357,11 +328,8 @@ class RetexModel(RoutedModel):
             The commit: `oid`, `commit_url`, and `pr_url` of a pull request.
         """
 
-        def write(folder: Path, name: str) -> None:
-            writing.write(self.parts(), folder, max_shard_size, name=name, figures=True)
-
         return hub.push(
-            write,
+            _writer(self.parts(), max_shard_size),
             repo_id,
             private=private,
             token=token,
@@ -398,68 +366,10 @@ class RetexModel(RoutedModel):
         Returns:
             Held-out identification accuracy on the references, per candidate layer; empty for a pool.
         """
-        signed = self._frozen()
-        before = signed.parts()
-        accuracies = signed._fit_signatures(references, progress)
-        self._exchange(before, signed.parts())
+        parts = self.parts()
+        signed, accuracies = sign(parts, references, known=self._state.proofs, progress=progress)
+        self._exchange(parts, signed)
         return accuracies
-
-    def _fit_signatures(
-        self, references: Mapping[str, Iterable[Any]] | Iterable[Any], progress: bool
-    ) -> dict[str, float]:
-        if self.retex_config.signatures == "weights":
-            self._sign(WeightSignatures.fit(self._scorer, self._as_pool(references)))
-            return {}
-        if not isinstance(references, Mapping):
-            raise InputError(
-                f"fit_signatures takes a dict of task name to batches, not {type(references).__name__}; "
-                f"the tasks are {self.tasks}."
-            )
-        for task in references:
-            task_index(task, self.tasks)
-        missing = [task for task in self.tasks if task not in references]
-        if missing:
-            raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
-        batches = {task: map(partial(as_inputs, self.model), as_batches(references[task])) for task in self.tasks}
-        seen: dict[str, list[dict[str, Any]]] = {task: [] for task in self.tasks}
-        signatures, accuracies = fit_signatures(
-            self._extractor,
-            candidate_layers(self.model, self.retex_config),
-            {task: noted(batches[task], seen[task]) for task in self.tasks},
-            self.retex_config.num_reference,
-            self.retex_config.signature_rank,
-            progress,
-        )
-        self._sign(signatures)
-        if self.retex_config.shared_trunk:
-            self._share_trunk(seen, progress)
-        return accuracies
-
-    def _sign(self, signatures: Signatures | WeightSignatures) -> None:
-        # The evaluation and the recipe describe other signatures.
-        signatures = signatures.to(self.recovery.task_embedding.device)
-        self.signatures, self.evaluation, self.recipe = signatures, None, signed_in_memory(self.recipe)
-
-    def _share_trunk(self, references: dict[str, list[dict[str, Any]]], progress: bool) -> None:
-        """Leave the layers up to the feature layer merged for every task, and report the cost."""
-        extractor = self._extractor([self.signatures.feature_layer])
-        sample = references[self.tasks[0]][0]
-        names = trunk_parameters(extractor, sample, self.model)
-        full = self._runner(cache=ExpertCache(0))
-        self.recovery = self.recovery.without(names)
-        self.recovery_errors = {name: error for name, error in self.recovery_errors.items() if name in self.recovery}
-        trunk = {
-            "replayed": not keeps_cache(extractor, sample, self.model),
-            "cost": trunk_cost(full, self._runner(cache=ExpertCache(0)), references, extractor),
-        }
-        self.retex_config = dataclasses.replace(self.retex_config, trunk=trunk)
-        if progress:
-            remark(describe_trunk(trunk, self.signatures.feature_layer), in_logs=True)
-
-    def _as_pool(self, batches: Any) -> Iterator[dict[str, Any]]:
-        if isinstance(batches, Mapping) and any(name in self.tasks for name in batches):
-            raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
-        return map(partial(as_inputs, self.model), as_batches(batches))
 
     # ---- tasks -------------------------------------------------------------------------------------------------------
 
@@ -569,7 +479,7 @@ class RetexModel(RoutedModel):
 
     def recover(self, task: str) -> dict[str, Tensor]:
         """Return the state dict of a recovered expert, under the wrapped model's names."""
-        return {name: tensor.clone() for name, tensor in self._expert(task).state_dict().items()}
+        return {name: tensor.clone() for name, tensor in self._state.expert(task).state_dict().items()}
 
     def merge_and_unload(
         self,
@@ -591,10 +501,11 @@ class RetexModel(RoutedModel):
             raise ConfigError("An expert is recovered at once, without steps to show: leave out progressbar=True.")
         if task is not None and adapter_names is not None:
             raise TaskError("task and adapter_names say the same: give one of them.")
-        active = as_active(task if adapter_names is None else adapter_names, self.tasks) or self._active
+        state = self._state
+        active = as_active(task if adapter_names is None else adapter_names, state.tasks) or state.active
         if active is None:
-            raise TaskError(f"merge_and_unload needs a task; the tasks are {self.tasks}.")
-        expert = deepcopy(self._expert(active))
+            raise TaskError(f"merge_and_unload needs a task; the tasks are {state.tasks}.")
+        expert = deepcopy(state.expert(active))
         if safe_merge:
             for name, tensor in expert.state_dict().items():
                 if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -645,20 +556,6 @@ class RetexModel(RoutedModel):
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
 
-    @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
-    def _expert(self, task: str | Mixture) -> nn.Module:
-        """Return an expert to inspect or to copy, without gradients.
-
-        It comes from the cache, unless it is tied to a shared trunk or training changes its weights.
-        """
-        runner = self._frozen()._runner()
-        cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
-        runner = dataclasses.replace(runner, trunk=[], cache=cache)
-        if isinstance(task, Mixture):
-            first = task_index(task.names[0], runner.tasks)
-            return runner.expert(Group(first, torch.arange(0), task.weights(runner.tasks)))
-        return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
-
     # ---- trainable parameters ----------------------------------------------------------------------------------------
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
@@ -672,6 +569,11 @@ class RetexModel(RoutedModel):
         print(
             f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
         )
+
+
+def _writer(parts: RetexParts, max_shard_size: str | int) -> Callable[[Path, str], None]:
+    """Return what writes an artifact for the Hub into a folder, under the name of its repository."""
+    return lambda folder, name: writing.write(parts, folder, max_shard_size, name=name, figures=True)
 
 
 def _options_of(function: Callable[..., Any]) -> list[str]:

@@ -9,8 +9,10 @@ from .samplers import sample_weights
 from .solver import plan_layouts, relative_errors, soft_moments, solve_all
 from .targets import Targets
 from .training import History, TrainingConfig, clear_state, train
+from .work_sharing import BuildContext
 
 __all__ = [
+    "BuildContext",
     "Design",
     "History",
     "Layout",

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from ..checkpoints.sources import TensorInfo
-from ..checkpoints.tensor_store import MemoryStore, Store
 from ..config import RetexConfig
 from ..errors import ConfigError
 from .budget import Spectrum, allocate
@@ -21,7 +19,7 @@ from .layout import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .module import RecoveryModule, recovery_tensors
 from .samplers import sample_weights
 from .targets import Targets
-from .work_sharing import run_dealt
+from .work_sharing import BuildContext, run_dealt
 
 NARROW_PASSES = 10
 NARROW_TOLERANCE = 1e-4
@@ -30,12 +28,7 @@ KERNEL_CHUNK = 1 << 20
 
 
 def plan_layouts(
-    targets: Targets,
-    config: RetexConfig,
-    convolutions: frozenset[str],
-    accelerator: Accelerator | None = None,
-    progress: bool = True,
-    store: Store | None = None,
+    targets: Targets, config: RetexConfig, convolutions: frozenset[str], context: BuildContext
 ) -> dict[str, Layout]:
     """Return the layout of every parameter: by the rank rule, or by a budget over all of them."""
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
@@ -46,12 +39,10 @@ def plan_layouts(
     layouts = ruled_layouts(shapes, replace(config, rank=1, rank_budget=None), targets.num_tasks, convolutions)
     design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
     values = run_dealt(
+        context,
         {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
         lambda name: spectrum(targets.differences(name), layouts[name], design).tolist(),
-        accelerator,
         "Reading spectra",
-        progress,
-        store=store,
     )
     spectra = {n: Spectrum(layouts[n], torch.tensor(values[n], dtype=torch.float64)) for n in targets.names}
     storage = targets.num_tasks * targets.expert_numbers
@@ -79,14 +70,13 @@ def solve_all(
     targets: Targets,
     layouts: Mapping[str, Layout],
     config: RetexConfig,
-    accelerator: Accelerator | None = None,
-    progress: bool = True,
-    store: Store | None = None,
+    context: BuildContext,
     dtype: str = "float32",
 ) -> tuple[RecoveryModule, dict[str, float]]:
     """Return the recovery module at its optimum, and the relative error it leaves in every parameter.
 
-    Solutions are written to the tensors of `store` as they are found, stored as `dtype`; no other copy is kept.
+    Solutions are written to the tensors of the context's store as they are found, stored as `dtype`; no other copy is
+    kept.
     """
     tasks = targets.num_tasks
     moments = soft_moments(config, tasks)
@@ -94,17 +84,16 @@ def solve_all(
     costs = {unit: len(unit) * _cost(layout, tasks) for unit, layout in units.items()}
     dimension, basis = config.task_embedding_dim or tasks, None
     affine = config.recovery == "affine"
-    store = store or MemoryStore()
     if dimension < tasks:
         if affine:
             raise ConfigError(
                 "The closed form has no affine recovery with task_embedding_dim below the number of tasks; "
                 'train it with solver="adam".'
             )
-        basis = _narrow_basis(targets, units, config, costs, moments, dimension, accelerator, progress, store)
+        basis = _narrow_basis(targets, units, config, moments, costs, context)
     wanted = recovery_tensors(units, tasks, dimension, bias=basis is not None, affine=affine, dtype=dtype)
     infos = {name: TensorInfo(*description) for name, description in wanted.items()}
-    recovery = RecoveryModule.from_tensors(units, store.allocate("recovery", infos))
+    recovery = RecoveryModule.from_tensors(units, context.store.allocate("recovery", infos))
     recovery.write_embedding(basis)
     design = Design(tasks, basis, moments)
 
@@ -116,9 +105,7 @@ def solve_all(
         recovery.write(unit, solution, basis, dtype)
         return [solution.residual, solution.energy]
 
-    found = run_dealt(
-        costs, work, accelerator, "Solving", progress, store=store, written=lambda unit: recovery.tensors_of(unit)
-    )
+    found = run_dealt(context, costs, work, "Solving", recovery.tensors_of)
     if moments is not None or dtype != "float32":
         # The solver's residual is that of mixtures under soft training, and ignores the rounding of narrow storage.
         return recovery, relative_errors(targets, recovery)
@@ -139,12 +126,9 @@ def _narrow_basis(
     targets: Targets,
     units: Mapping[tuple[str, ...], Layout],
     config: RetexConfig,
-    costs: Mapping[tuple[str, ...], float],
     moments: Tensor | None,
-    dimension: int,
-    accelerator: Accelerator | None,
-    progress: bool,
-    store: Store,
+    costs: Mapping[tuple[str, ...], float],
+    context: BuildContext,
 ) -> Tensor:
     """Return the basis of a task embedding narrower than the number of tasks: alternate between it and the factors.
 
@@ -160,14 +144,14 @@ def _narrow_basis(
             solution = _solve_unit(targets, unit, units[unit], config, design)
             return solution.residual, sum(_kernel(targets, name, solution) for name in unit).tolist()
 
-        found = run_dealt(costs, work, accelerator, f"Solving, pass {number + 1}", progress, store=store)
+        found = run_dealt(context, costs, work, f"Solving, pass {number + 1}")
         if basis is not None:
             loss = sum(residual for residual, _ in found.values())
             if best is not None and loss >= best[0] * (1 - NARROW_TOLERANCE):
                 break
             best = (loss, basis)
         kernels = [torch.tensor(kernel, dtype=torch.float64) for _, kernel in found.values()]
-        basis = narrow_basis(sum(kernels), dimension)
+        basis = narrow_basis(sum(kernels), config.task_embedding_dim)
     return best[1]
 
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from .module import RecoveryModule
 from .samplers import sample_weights
 from .solver import solve_all
 from .targets import Targets
+from .work_sharing import BuildContext
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
@@ -150,8 +151,8 @@ def train(
     layouts: Mapping[str, Layout],
     config: RetexConfig,
     training: TrainingConfig,
-    accelerator: Accelerator | None = None,
-    progress: bool = True,
+    context: BuildContext,
+    *,
     history: History | None = None,
     keep_state: bool = False,
 ) -> RecoveryModule:
@@ -160,12 +161,12 @@ def train(
     With `keep_state` the final state stays there, for a caller who first writes the result to disk and then calls
     `clear_state`.
     """
-    accelerator = accelerator or Accelerator()
+    accelerator = context.accelerator or Accelerator()
     if training.soft_steps and config.soft_training is None:
         raise ConfigError("TrainingConfig.soft_steps needs RetexConfig.soft_training to say which mixtures to draw.")
     share = _share(training.batch_size, accelerator)
     set_seed(training.seed)
-    recovery = _initial(targets, layouts, config, training, accelerator, progress)
+    recovery = _initial(targets, layouts, config, training, replace(context, accelerator=accelerator))
     if not layouts:
         return recovery  # no expert differs from the merge
     whole = deepcopy(recovery).to("meta")  # the module's structure, for when its parameters are sharded
@@ -191,7 +192,7 @@ def train(
         unit="step",
         initial=start,
         total=total,
-        progress=progress and accelerator.is_main_process,
+        progress=context.progress and accelerator.is_main_process,
     )
     sums, since = torch.zeros(3, device=accelerator.device), 0
     for step in bar:
@@ -217,7 +218,7 @@ def train(
             loss, square, energy = accelerator.reduce(sums, "sum").tolist()
             if not math.isfinite(loss):
                 raise RetexError(
-                    f"Training has left the numbers behind: the loss is {loss} at step {step + 1}. Take a smaller "
+                    f"Training diverged: the loss is {loss} at step {step + 1}. Take a smaller "
                     'learning_rate, or solver="closed_form", which has none.'
                 )
             record = {
@@ -242,12 +243,10 @@ def _initial(
     layouts: Mapping[str, Layout],
     config: RetexConfig,
     training: TrainingConfig,
-    accelerator: Accelerator,
-    progress: bool,
+    context: BuildContext,
 ) -> RecoveryModule:
     if training.initialise == "closed_form":
-        recovery, _ = solve_all(targets, layouts, config, accelerator, progress)
-        return recovery
+        return solve_all(targets, layouts, config, context)[0]
     return RecoveryModule.initialised(
         layouts,
         targets.num_tasks,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from ..checkpoints.tensor_store import Store
+from ..checkpoints.tensor_store import MemoryStore, Store
 from ..errors import shorten
 from ..utils.devices import enough_memory
 from ..utils.progress import track
@@ -30,31 +31,48 @@ def deal(costs: Mapping[Key, float], processes: int) -> dict[Key, int]:
     return owners
 
 
+@dataclass(frozen=True)
+class BuildContext:
+    """The circumstances of a build, the same for all of its stages.
+
+    Args:
+        accelerator: Accelerator whose processes share the work; None for one process.
+        progress: Show progress bars.
+        store: Where results are kept. It records finished work; what is known from an interrupted build is not done
+            again.
+    """
+
+    accelerator: Accelerator | None = None
+    progress: bool = True
+    store: Store = field(default_factory=MemoryStore)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is the process that writes and reports."""
+        return self.accelerator is None or self.accelerator.is_main_process
+
+
 def run_dealt(
+    context: BuildContext,
     costs: Mapping[Key, float],
     work: Callable[[Key], Value],
-    accelerator: Accelerator | None,
-    description: str,
-    progress: bool = True,
-    *,
-    store: Store | None = None,
+    title: str,
     written: Callable[[Key], Sequence[Tensor]] | None = None,
 ) -> dict[Key, Value]:
     """Return `{key: work(key)}` on every process; one process works on each key.
 
-    Without an accelerator (or with one process) this is a plain loop. All processes must call it together.
+    With one process this is a plain loop. All processes must call it together.
 
     Args:
+        context: Who shares the work, and where finished work is recorded.
         costs: The keys, and the cost of each.
         work: Function that returns a value that JSON can hold. It may also fill tensors.
-        accelerator: Accelerator whose processes share the work.
-        description: Name of the progress bar, and of this stage in the store.
-        progress: Show a progress bar.
-        store: Store that records finished keys; those known from an interrupted build are not worked on again.
+        title: Name of the progress bar, and of this stage in the store.
         written: Function that returns the tensors that `work(key)` fills. They are sent to the other processes, unless
             all share those of the store.
     """
-    known = {} if store is None else store.finished(description)
+    accelerator, store = context.accelerator, context.store
+    known = store.finished(title)
     names = {key: json.dumps(key) for key in costs}
     todo = {key: cost for key, cost in costs.items() if names[key] not in known}
     count = 1 if accelerator is None else accelerator.num_processes
@@ -62,20 +80,18 @@ def run_dealt(
     owners = deal(todo, count)
     mine = [key for key in todo if owners[key] == rank]
     done = {}
-    for key in track(mine, title=description, unit="tensor", progress=progress and rank == 0):
+    for key in track(mine, title=title, unit="tensor", progress=context.progress and rank == 0):
         with enough_memory(f"work on {shorten([key] if isinstance(key, str) else key)}"):
             done[key] = work(key)
-        if store is not None:
-            store.record(description, names[key], done[key])
+        store.record(title, names[key], done[key])
     results = {}
-    send = count > 1 and written is not None and not (store is not None and store.shared)
     for key in costs:
         if key not in todo:
             results[key] = known[names[key]]
         elif count == 1:
             results[key] = done[key]
         else:
-            tensors = list(written(key)) if send else []
+            tensors = [] if written is None or store.shared else list(written(key))
             piece = [done.get(key), tensors if key in done else None]
             results[key], filled = broadcast_object_list([piece], from_process=owners[key])[0]
             if key not in done:

@@ -41,8 +41,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_renew)
 
 
-class Turn:
-    """The lock for changing a model: `with turn.lock`. A copy of the model gets a lock of its own.
+class ChangeLock:
+    """The lock for changing a model: `with change.lock`. A copy of the model gets a lock of its own.
 
     It also serves as an identity token of the model where the model itself must not be kept alive. `with` takes the
     lock directly, because its methods are written in C: Ctrl-C cannot interrupt them halfway.
@@ -56,7 +56,7 @@ class Turn:
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
-        return Turn, ()
+        return ChangeLock, ()
 
 
 class Making:

@@ -35,12 +35,7 @@ from ..errors import CheckpointError, RetexError, TaskError, shorten
 from ..recovery import Layout, Spectrum, Targets, allocate, plan_layout, spectrum
 from ..recovery.layout import MATRIX, at_rank
 from ..utils.progress import track
-
-
-class HeadBank(Protocol):
-    """Tensors that each task keeps whole."""
-
-    def as_dict(self, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]: ...
+from ..utils.tensor_bank import TensorBank
 
 
 class BuiltModel(Protocol):
@@ -48,8 +43,8 @@ class BuiltModel(Protocol):
 
     model: nn.Module
     retex_config: RetexConfig
-    heads: HeadBank
-    rows: HeadBank
+    heads: TensorBank
+    rows: TensorBank
 
 
 @dataclass(frozen=True)
@@ -257,7 +252,7 @@ def _open_targets(
     tasks = list(model.retex_config.tasks)
     if set(experts) != set(tasks):
         raise TaskError(f"experts must be those of the model's tasks, {tasks}, not {list(experts)}.")
-    heads = model.heads.as_dict(tasks)[tasks[0]]
+    heads = model.heads[tasks[0]]
     body = [name for name in inventory.shapes if name not in heads]
     chosen = body if names is None else list(names)
     unknown = [name for name in chosen if name not in body]
@@ -269,7 +264,7 @@ def _open_targets(
     for task in tasks:
         source = open_source(experts[task], f"expert {task!r}", **options)
         checkpoint = Checkpoint.from_entries(source.label, library.align(model.model, source)[0], inventory)
-        if model.rows.as_dict(tasks)[task]:
+        if model.rows.get(task):
             checkpoint = _with_shared_rows(checkpoint, model, task)
         _check_fits(checkpoint, {name: inventory.shapes[name] for name in chosen})
         checkpoints[task] = checkpoint
@@ -284,7 +279,7 @@ def _open_targets(
 
 def _with_shared_rows(expert: Checkpoint, model: BuiltModel, task: str) -> Checkpoint:
     """Restrict an expert to the merged model's tokens; further tokens are stored as they are."""
-    names, tensors = list(model.rows.as_dict(model.retex_config.tasks)[task]), model.model.state_dict()
+    names, tensors = list(model.rows[task]), model.model.state_dict()
     entries = {n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n].cpu()) for n in names}
     size = len(tensors[names[0]])
     return aligned_view(expert, Checkpoint("the merged model", entries), Vocabulary(names, size, {}))

@@ -11,7 +11,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..artifact import reading, writing
-from ..artifact.recipe import Recipe, same_threads, signed_task_in_memory
+from ..artifact.recipe import Recipe, use_threads
+from ..artifact.recipe_record import OF_ADDING
 from ..artifact.state import RetexParts
 from ..build.build import build_folder
 from ..build.plan import prepare
@@ -61,7 +62,7 @@ def make(
     }
     complete = partial(_complete, recipe, references, inputs, progress=progress, **options)
     device = None if recipe.device is None else parse_device(recipe.device)
-    with same_threads(recipe.to_dict()):
+    with use_threads(recipe.threads):
         if not recipe.output_dir:
             model = RetexModel.from_experts(recipe.base, recipe.experts, config, **build_options)
             if accelerator is None or accelerator.is_main_process:
@@ -95,7 +96,8 @@ def _complete(
     """Apply the recipe's remaining steps to a model that was just built."""
     if recipe.solver == "adam" and model.recipe is not None:
         kept = ("mixed_precision", "gradient_accumulation_steps")
-        model.recipe |= {name: value for name, value in recipe.stored().items() if name in kept}
+        stored = recipe.stored()
+        model.recipe = model.recipe.with_values(**{name: stored[name] for name in kept if name in stored})
     if inputs:
         sign(model, references, inputs=inputs, progress=progress)
     for change in recipe.changes:
@@ -129,19 +131,17 @@ def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = 
     elif "sign" in change:
         sign(model, References(**change["sign"]), progress=progress)
     else:
-        own = {key: change[key] for key in ("base", "tolerance", "check_base") if key in change}
+        own = {key: change[key] for key in OF_ADDING if key in change}
         add_task(model, change["add"], change["expert"], references_of(change), progress=progress, **own, **options)
 
 
 def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
     """Call `RetexModel.add_task` with reference inputs from data, and record their source in the recipe."""
     batches = references.batches(model)[name] if references.data else None
-    with same_threads(model.recipe):
+    with use_threads(None if model.recipe is None else model.recipe.threads):
         added = model.add_task(name, expert, references=batches, **options)
     if model.recipe is not None and batches is not None:
-        model.recipe["changes"][-1] |= references.to_dict()
-        unrecorded = [what for what in model.recipe.pop("unrecorded", []) if what != signed_task_in_memory(name)]
-        model.recipe |= {"unrecorded": unrecorded} if unrecorded else {}
+        model.recipe = model.recipe.task_signed_with(name, references.to_dict())
     return added
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..artifact.preprocess import Preprocessor, load_preprocessor
-from ..artifact.recipe import last_references
+from ..artifact.recipe_record import RecipeRecord
 from ..backends import hf_transformers, library_of, openclip
 from ..data.labels import best_label
 from ..data.readout import Classifier, Generator, Readout, ZeroShot
@@ -252,7 +252,7 @@ def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str 
     """
     if model.side_folder is None:
         raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
-    length = last_references(model.recipe).get("max_length") if max_length is None else max_length
+    length = (model.recipe or RecipeRecord()).references().get("max_length") if max_length is None else max_length
     tokens = model.retex_config.vocabulary.get(task, {}).get("size")
     return load_preprocessor(model.tokenizer_folder(task), model.model, max_length=length, tokens=tokens)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..artifact.preprocess import Preprocessor, load_preprocessor
-from ..artifact.recipe import SIGNED_IN_MEMORY, same_threads
+from ..artifact.recipe import use_threads
 from ..data.datasets import load_inputs
 from ..errors import ConfigError, InputError, TaskError
 from ..model.retex_model import RetexModel
@@ -104,24 +104,7 @@ def sign(
     batches: Any = references.batches(model, inputs)
     if model.retex_config.signatures == "weights":
         batches = [batch for task in model.tasks for batch in batches.get(task, [])]
-    with same_threads(recipe):
+    with use_threads(None if recipe is None else recipe.threads):
         accuracies = model.fit_signatures(batches, progress=progress)
-    model.recipe = _noted(recipe, references)
+    model.recipe = None if recipe is None else recipe.signed_with(references.to_dict())
     return accuracies
-
-
-def _noted(recipe: dict[str, Any] | None, references: References) -> dict[str, Any] | None:
-    """Return the recipe with signatures fitted on these references, either after the build or after the last change."""
-    if recipe is None:
-        return None
-    changes = list(recipe.get("changes", []))
-    while changes and "sign" in changes[-1]:  # nothing was added since, so the earlier signing leaves no trace
-        changes.pop()
-    if not changes:
-        replaced = {*vars(references), "changes", "unrecorded"}
-        kept = {key: value for key, value in recipe.items() if key not in replaced}
-        signed = {**kept, **references.to_dict()}
-    else:
-        signed = {**recipe, "changes": [*changes, {"sign": references.to_dict()}]}
-    unrecorded = [what for what in recipe.get("unrecorded", []) if what != SIGNED_IN_MEMORY]
-    return {**signed, "unrecorded": unrecorded} if unrecorded else signed

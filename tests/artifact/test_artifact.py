@@ -23,6 +23,7 @@ from trust.mutations import reseal
 
 from retex_hf import ArtifactError, RetexConfig, RetexModel
 from retex_hf.artifact import writing
+from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.utils import atomic_folder
 
 WIDTHS = {"red": 2, "green": 5, "blue": 3}
@@ -295,7 +296,7 @@ def test_a_description_is_written_again_without_the_weights(model, tmp_path):
     weights = {file.name: file.stat().st_ino for file in folder.glob("*.safetensors")}
     loaded = RetexModel.from_pretrained(folder)
     loaded.fit_signatures({task: [tokens(12)] for task in TASKS}, progress=False)
-    loaded.recipe = {"base": "b", "experts": {"a": "e"}}
+    loaded.recipe = RecipeRecord({"base": "b", "experts": {"a": "e"}})
     (folder / "mine.txt").write_text("kept")
     loaded.save_description(folder)
     inputs = tokens(6)

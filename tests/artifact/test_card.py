@@ -31,6 +31,7 @@ from retex_hf.artifact.card import sections as card_sections
 from retex_hf.artifact.card.sections import digest, find_sections, replace_sections
 from retex_hf.artifact.card.text import plain
 from retex_hf.artifact.card.usage import TEXT_TAGS, use_of
+from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.config import CONFIG_NAME
 from retex_hf.evaluation import Report
 from retex_hf.evaluation.run import Evaluation, TaskScore
@@ -104,7 +105,9 @@ def saved(tmp_path_factory) -> Path:
     model = make_classifier()
     model.fit_signatures({task: [tokens(8)] for task in TASKS}, progress=False)
     model.evaluation = summary_of()
-    model.recipe = {"base": "org/base", "experts": {task: f"experts/{task}" for task in TASKS}, "config": {"rank": 3}}
+    model.recipe = RecipeRecord(
+        {"base": "org/base", "experts": {task: f"experts/{task}" for task in TASKS}, "config": {"rank": 3}}
+    )
     folder = tmp_path_factory.mktemp("cards") / "my-retex"
     model.save_pretrained(folder)
     return folder
@@ -268,7 +271,9 @@ def test_without_evaluation_and_signatures_it_says_so(tmp_path):
 
 
 def test_a_recipe_that_is_not_the_whole_story_says_so(model, tmp_path):
-    model.recipe = {"base": "org/base", "experts": {"red": "a"}, "unrecorded": ["fit signatures on batches in memory"]}
+    model.recipe = RecipeRecord(
+        {"base": "org/base", "experts": {"red": "a"}, "unrecorded": ["fit signatures on batches in memory"]}
+    )
     model.save_pretrained(tmp_path / "retex")
     text = sections(card_in(tmp_path / "retex"))["recipe"]
     assert "again, from this recipe, but for what no recipe can record (fit signatures on batches in memory):" in text
@@ -284,7 +289,7 @@ def test_the_same_model_has_the_same_card_and_no_path(model, saved, tmp_path):
 def test_strange_names_are_shown_as_they_are(tmp_path):
     model = make_classifier(STRANGE)
     model.evaluation = summary_of(STRANGE)
-    model.recipe = {"base": "```\n<!-- /retex:recipe -->", "experts": dict.fromkeys(STRANGE, "a`b")}
+    model.recipe = RecipeRecord({"base": "```\n<!-- /retex:recipe -->", "experts": dict.fromkeys(STRANGE, "a`b")})
     model.save_pretrained(tmp_path / "strange")
     card = card_in(tmp_path / "strange")
     shown = [" ".join(task.split()) for task in STRANGE]
@@ -329,7 +334,8 @@ def test_tasks_that_came_later_have_no_figures(model, tmp_path):
 
 
 def test_hub_data_sets_are_named(model, tmp_path):
-    model.recipe["data"] = {"red": "org/texts:red@main", "green": "data/green", "blue": "org/texts@v1"}
+    data = {"red": "org/texts:red@main", "green": "data/green", "blue": "org/texts@v1"}
+    model.recipe = model.recipe.with_values(data=data)
     model.save_pretrained(tmp_path / "artifact")
     data = ModelCard.load(tmp_path / "artifact" / "README.md").data
     assert data.datasets == ["org/texts"]

@@ -14,12 +14,9 @@ from retex_hf import ConfigError, RetexConfig, RetexModel, TrainingConfig
 from retex_hf.artifact.recipe import (
     Recipe,
     describe_build,
-    known_base,
-    known_data,
-    known_experts,
-    last_references,
-    same_threads,
+    use_threads,
 )
+from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.workflows.from_recipe import differences, make
 
 
@@ -49,7 +46,7 @@ def test_a_build_of_folders_writes_down_its_recipe(folders):
     }  # fmt: skip
     assert recipe["threads"] == torch.get_num_threads()
     # As YAML and back, the build is the same to the last bit.
-    again = make(Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe, sort_keys=False))), progress=False)
+    again = make(Recipe.from_dict(yaml.safe_load(yaml.safe_dump(dict(recipe), sort_keys=False))), progress=False)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     assert again.recipe == recipe
@@ -61,7 +58,7 @@ def test_training_is_repeated_too(folders):
     model = RetexModel.from_experts(
         folders / "base", experts, RetexConfig(rank=3), solver="adam", training=training, progress=False
     )
-    stored = yaml.safe_load(yaml.safe_dump(model.recipe, sort_keys=False))
+    stored = yaml.safe_load(yaml.safe_dump(dict(model.recipe), sort_keys=False))
     assert stored["training"] == {"steps": 5, "warmup_steps": 1, "learning_rate": 1e-5, "seed": 3}
     again = make(Recipe.from_dict(stored), progress=False)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -77,8 +74,8 @@ def test_hub_sources_are_pinned_to_their_commit():
     revisions = {"org/base": "a" * 40, "org/red@main": "b" * 40, "local/red": None}
     experts = {"red": "org/red@main", "green": "local/red"}
     recipe = describe_build("org/base", experts, RetexConfig(), revisions=revisions)
-    assert recipe["base"] == "org/base@" + "a" * 40
-    assert recipe["experts"] == {"red": "org/red@" + "b" * 40, "green": "local/red"}
+    assert recipe.base == "org/base@" + "a" * 40
+    assert recipe.experts == {"red": "org/red@" + "b" * 40, "green": "local/red"}
 
 
 def test_other_versions_are_told():
@@ -89,10 +86,10 @@ def test_other_versions_are_told():
 
 def test_threads_are_those_of_the_recipe_and_given_back():
     usual = torch.get_num_threads()
-    with same_threads({"threads": usual + 1}):
+    with use_threads(usual + 1):
         assert torch.get_num_threads() == usual + 1
     assert torch.get_num_threads() == usual
-    with pytest.raises(RuntimeError), same_threads({"threads": usual + 1}):
+    with pytest.raises(RuntimeError), use_threads(usual + 1):
         raise RuntimeError
     assert torch.get_num_threads() == usual
 
@@ -161,7 +158,7 @@ def test_threads_of_an_artifact_are_not_obeyed_beyond_reason(threads):
     usual = torch.get_num_threads()
     with (
         pytest.raises(ConfigError, match="threads must be a positive number of at most"),
-        same_threads({"threads": threads}),
+        use_threads(threads),
     ):
         pass
     assert torch.get_num_threads() == usual
@@ -187,7 +184,5 @@ def test_threads_of_an_artifact_are_not_obeyed_beyond_reason(threads):
 )
 def test_a_recipe_of_a_stranger_holds_what_it_must_or_is_refused(recipe):
     with pytest.raises(ConfigError, match="the artifact's recipe must"):
-        known_data(recipe, ["a"])
-        last_references(recipe)
-        known_experts(recipe)
-        known_base(recipe)
+        record = RecipeRecord(recipe)
+        (record.data_of(["a"]), record.references(), record.experts, record.base)

@@ -89,7 +89,7 @@ def test_heads_labels_and_tokenizer_are_as_in_memory(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"]
     BertTokenizerFast(vocab={word: index for index, word in enumerate(words)}).save_pretrained(base)
     model = check(base, experts, RetexConfig(rank=3), tmp_path)
-    assert model.heads.as_dict(model.tasks)["green"]["classifier.bias"].shape == (5,)
+    assert model.heads["green"]["classifier.bias"].shape == (5,)
     plain, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "disk", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert plain.config.id2label == {0: "red-0", 1: "red-1"}
@@ -398,7 +398,8 @@ MEASURED = """
     import json, sys, threading, time
     from pathlib import Path
     import torch
-    from retex_hf import RetexConfig, build
+    from retex_hf import RetexConfig
+    from retex_hf.build import build
 
     torch.set_num_threads(1)
 
@@ -418,7 +419,7 @@ MEASURED = """
                     peak = max(peak, anonymous())
                     time.sleep(0.001)
 
-            watcher = threading.Thread(target=watch)
+            watcher = threading.Thread(target=watch, daemon=True)
             watcher.start()
             build.build_folder(folder / "base", experts, RetexConfig(**config), "out", progress=False)
             stop.set()

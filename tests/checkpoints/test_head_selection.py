@@ -67,7 +67,7 @@ def test_head_of_a_class(cls):
 def build(base, experts, **options) -> tuple[RetexModel, set[str]]:
     """A model with exact recovery, checked, and the names of its heads."""
     model = RetexModel.from_experts(base, experts, RetexConfig(rank="full", **options), progress=False)
-    heads = model.heads.as_dict(TASKS)
+    heads = model.heads
     names = set(heads["red"])
     for task, expert in experts.items():
         state = expert.state_dict()
@@ -134,7 +134,7 @@ def test_language_model_heads_and_projections_are_recovered_like_the_rest(family
     experts = make_experts(base)
     options = {"model_config": FAMILIES[family].model_config, "progress": False}
     model = RetexModel.from_experts(base, experts, RetexConfig(rank=3), **options)
-    assert not any(model.heads.as_dict(TASKS).values())
+    assert not any(model.heads.values())
     assert set(model.recovery) == set(take_inventory(base).shapes)
 
 

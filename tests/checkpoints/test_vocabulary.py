@@ -82,7 +82,7 @@ def test_experts_are_recovered_with_their_own_number_of_tokens(name):
     assert_recovered(model, experts)
     merged = model.get_base_model()
     assert merged.config.vocab_size == len(merged.get_input_embeddings().weight) == VOCAB
-    heads = {head for own in model.heads.as_dict(TASKS).values() for head in own}
+    heads = {head for own in model.heads.values() for head in own}
     assert not [head for head in heads if "classifier" not in head]
     for task, expert in experts.items():
         own = expert.get_input_embeddings().weight
@@ -308,7 +308,7 @@ def test_one_more_token_costs_its_rows_and_no_tables(name, tables, tmp_path):
     assert found[ROWS] == 4 * numbers
     assert HEADS not in found
     _, without = stored(same)
-    _, whole = stored(grown, heads=list(model.rows.as_dict(TASKS)["red"]))
+    _, whole = stored(grown, heads=list(model.rows["red"]))
     added, before = with_rows - without, whole - without
     assert 4 * numbers <= added < 4 * numbers + 1000  # and the head of their file
     assert added < 0.05 * before
@@ -390,7 +390,7 @@ def test_tokens_in_other_rows_are_kept_whole_with_a_warning(known_by, tmp_path, 
     assert "expert 'green'" in said[0]
     assert reason in said[0]
     assert "kept whole for every task, which takes" in said[0]
-    assert list(model.heads.as_dict(TASKS)["red"]) == ["transformer.wte.weight"]
+    assert list(model.heads["red"]) == ["transformer.wte.weight"]
     if known_by == "rows":
         assert_recovered(model, experts)
 
@@ -533,7 +533,7 @@ def test_tokens_that_were_renamed_or_moved_within_the_same_number(change, tmp_pa
     assert kept == {"red": False, "green": False, "blue": True}
     assert_recovered(model, experts)
     name = "bert.embeddings.word_embeddings.weight"
-    assert (name in model.heads.as_dict(TASKS)["red"]) == (change is swapped_words)
+    assert (name in model.heads["red"]) == (change is swapped_words)
     if change is renamed_word:
         mean = torch.stack([expert.get_input_embeddings().weight for expert in experts.values()]).mean(0)
         assert_same(model.get_base_model().get_input_embeddings().weight, mean, rtol=1e-5, atol=1e-6)

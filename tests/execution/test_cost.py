@@ -111,16 +111,16 @@ def test_one_task_that_stays_at_hand_is_run_on_its_expert():
     inputs = FAMILIES["bert"].inputs(ROWS)
     with torch.no_grad():
         model(**inputs, task="red")
-        assert len(model.expert_cache) == 1 and "mixed" not in model._cache
+        assert len(model.expert_cache) == 1 and "mixed" not in model.expert_cache
         model(**inputs, task=["red"] * ROWS)
-    assert "mixed" not in model._cache and model.expert_cache.hits == 1
+    assert "mixed" not in model.expert_cache and model.expert_cache.hits == 1
 
 
 @torch.no_grad()
 def test_a_cache_that_holds_no_expert_makes_one_pass_of_a_mixed_batch():
     model, _ = build_retex("bert", rank=1, expert_cache=0)
     model(**FAMILIES["bert"].inputs(ROWS), task=MIXED)
-    assert "mixed" in model._cache and model.expert_cache.misses == 0
+    assert "mixed" in model.expert_cache and model.expert_cache.misses == 0
 
 
 def size(method: str, encoder: str | None = None, **options) -> Call:
@@ -144,7 +144,7 @@ def test_the_work_of_a_model_is_read_off_a_pass():
     inputs = FAMILIES["t5"].inputs(ROWS)
     model.execution = "mixed"
     model(**inputs, task=MIXED)
-    ((_, work), _), *_ = model._cache.get("mixed", lambda: None)._probed._items.values()
+    ((_, work), _), *_ = model.expert_cache.get("mixed", lambda: None)._probed._items.values()
     by_name = {product.name: product for product in work.products}
     up = by_name["encoder.block.0.layer.1.DenseReluDense.wi.weight"]
     assert (up.rows, up.columns, up.rank, up.positions) == (24, 16, 4, 8)

@@ -199,7 +199,7 @@ def test_a_model_keeps_as_many_experts_as_fit():
     model, _ = build_grouped("bert")
     size = expert_bytes(model)
     for capacity, kept in ((0, 0), (size - 1, 0), (size, 1), (2 * size, 2), (10 * size, 3)):
-        model._cache = ExpertCache(capacity)
+        model.expert_cache = capacity
         first = model(**tokens(6), task=MIXED)
         assert len(model.expert_cache) == kept
         assert model.expert_cache.bytes == kept * size
@@ -264,7 +264,7 @@ def test_an_expert_is_freed_without_the_garbage_collector(name):
 @torch.no_grad()
 def test_a_cache_of_one_expert_never_holds_two():
     model, _ = build_grouped("bert")
-    model._cache = ExpertCache(expert_bytes(model))
+    model.expert_cache = expert_bytes(model)
     alive = []
 
     def watch(expert, *_):
@@ -285,7 +285,7 @@ def test_a_cache_of_one_expert_never_holds_two():
 
 def test_an_expert_shares_what_it_does_not_recover():
     model, _ = build_grouped("bert", exclude=["*embeddings*"])
-    expert, merged = model._expert("red").state_dict(), model.get_base_model().state_dict()
+    expert, merged = model._state.expert("red").state_dict(), model.get_base_model().state_dict()
     shared = {name for name in merged if expert[name].data_ptr() == merged[name].data_ptr()}
     assert shared == {name for name in merged if "embeddings" in name and "position_ids" not in name}
     assert set(merged) - shared - set(model.recovery) <= {"embeddings.position_ids", "embeddings.token_type_ids"}
@@ -294,7 +294,7 @@ def test_an_expert_shares_what_it_does_not_recover():
 def test_a_hook_of_a_modules_own_survives_copies():
     model, _ = build_grouped("mamba")
     plain = model.merge_and_unload("red")
-    for twin in (plain, pickle.loads(pickle.dumps(model._expert("red"))), model._expert("red")):
+    for twin in (plain, pickle.loads(pickle.dumps(model._state.expert("red"))), model._state.expert("red")):
         old_names = {name.replace("embeddings.", "embedding."): t for name, t in plain.backbone.state_dict().items()}
         assert twin.backbone.load_state_dict(old_names).missing_keys == []
 

@@ -17,6 +17,7 @@ from retex_hf.execution import Group
 from retex_hf.execution.mixed import MixedModel, MixedUnsupported
 from retex_hf.recovery import RecoveryModule, TrainingConfig, plan_layout, solve
 from retex_hf.rows import Splitter
+from retex_hf.utils.tensor_bank import TensorBank
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 REFUSED = "cannot run in one pass"
@@ -416,7 +417,7 @@ def test_the_merged_model_stays_as_it_is_also_when_a_call_raises():
 
     run(model, "mixed", inputs)
     handle = model.model.encoder.layer[1].register_forward_pre_hook(interrupt)
-    model._cache.clear()  # hooks act on copies that are made afterwards
+    model.expert_cache.clear()  # hooks act on copies that are made afterwards
     with pytest.raises(Interrupted):
         for _ in range(5):
             run(model, "mixed", inputs)
@@ -444,18 +445,18 @@ def test_a_changed_model_is_copied_anew():
     model, _ = build_retex("bert", rank=4)
     inputs = tokens(ROWS)
     first = run(model, "mixed", inputs)[0]
-    assert "mixed" in model._cache
+    assert "mixed" in model.expert_cache
     model.double()
-    assert "mixed" not in model._cache
+    assert "mixed" not in model.expert_cache
     torch.testing.assert_close(run(model, "mixed", inputs)[0], first.double(), rtol=1e-4, atol=1e-5)
     parts = {task: [take(inputs, rows_of(task))] * 4 for task in TASKS}
     model.retex_config.signature_rank = 1
     model.fit_signatures(parts, progress=False)
-    assert "mixed" not in model._cache
+    assert "mixed" not in model.expert_cache
     run(model, "mixed", inputs)
     model.train()
     model.eval()
-    assert "mixed" not in model._cache
+    assert "mixed" not in model.expert_cache
 
 
 @torch.no_grad()
@@ -489,7 +490,9 @@ def test_an_unknown_execution_is_refused():
 
 def build_parts():
     model, _ = build_retex("bert", rank=4)
-    return RetexParts(config=model.retex_config, model=model.model, recovery=model.recovery, heads={}, errors={})
+    return RetexParts(
+        config=model.retex_config, model=model.model, recovery=model.recovery, heads=TensorBank(), errors={}
+    )
 
 
 @torch.no_grad()

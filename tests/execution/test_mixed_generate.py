@@ -179,7 +179,7 @@ def test_auto_takes_one_pass_where_experts_do_not_fit():
     model, _ = build_retex("t5", rank=2, expert_cache=0)
     inputs = inputs_of("t5")
     grouped, _ = both(model, inputs)
-    model._cache.clear()
+    model.expert_cache.clear()
     model.execution = "auto"
     assert torch.equal(model.generate(**inputs, task=MIXED, **OPTIONS), grouped)
-    assert "mixed" in model._cache and len(model.expert_cache) == 0
+    assert "mixed" in model.expert_cache and len(model.expert_cache) == 0

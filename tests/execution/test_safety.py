@@ -35,7 +35,7 @@ def test_an_exception_in_any_group_leaves_everything_as_it_was(where, group):
     model.execution = "grouped"
     inputs = tokens(ROWS)
     expected, before = model(**inputs, task=MIXED), snapshot(model)
-    expert = model._expert(TASKS[group])
+    expert = model._state.expert(TASKS[group])
     handle = getattr(expert.encoder.layer[1], where)(fail)
     with pytest.raises(Inside):
         model(**inputs, task=MIXED)
@@ -96,7 +96,7 @@ def test_threads_get_what_one_after_the_other_would_get(cache):
     with torch.no_grad():
         expected = [call() for call in calls]
     before = snapshot(model)
-    model._cache.clear()
+    model.expert_cache.clear()
 
     @torch.no_grad()
     def work(thread: int) -> list:
@@ -126,7 +126,7 @@ def test_a_copy_answers_alike_and_is_independent(name, clone):
     assert_same(twin(**inputs), routed, exact=True)
     for tensor in (*twin.parameters(), *twin.buffers()):
         tensor.zero_()
-    twin._cache.clear()
+    twin.expert_cache.clear()
     assert_same(model(**inputs, task=MIXED), expected, exact=True)
 
 

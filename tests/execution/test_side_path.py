@@ -28,7 +28,7 @@ def test_offloaded_models_run_in_one_pass(name, how, tmp_path):
     inputs = FAMILIES[name].inputs(ROWS)
     model.execution = "grouped"
     expected = {"mixed": model(**inputs, task=MIXED), "one": model(**inputs, task="blue")}
-    model._cache.clear()
+    model.expert_cache.clear()
     offload(model.model, how, tmp_path)
     with pytest.raises(RetexError, match=r"No expert of its own can be recovered, because '.*' is quantised"):
         model(**inputs, task=MIXED)
@@ -45,7 +45,7 @@ def test_offloaded_models_generate(name):
     options = {"max_new_tokens": 4, "do_sample": False, "no_repeat_ngram_size": 1, "pad_token_id": VOCAB - 1}
     model.execution = "grouped"
     expected = model.generate(**inputs, **options, task=MIXED)
-    model._cache.clear()
+    model.expert_cache.clear()
     accelerate.cpu_offload(model.model)
     model.execution = "auto"
     assert torch.equal(model.generate(**inputs, **options, task=MIXED), expected)
@@ -65,7 +65,7 @@ def test_heads_of_an_offloaded_model(tmp_path):
     model = RetexModel.from_experts(str(tmp_path / "base"), experts, RetexConfig(rank=4), progress=False)
     inputs = tokens(ROWS)
     expected = model(**inputs, task=MIXED).logits
-    model._cache.clear()
+    model.expert_cache.clear()
     accelerate.cpu_offload(model.model)
     torch.testing.assert_close(model(**inputs, task=MIXED).logits, expected, **CLOSE)
 

@@ -148,12 +148,12 @@ def test_merged_model_is_untouched_after_any_call(family):
         if len(calls) == 2:
             raise RuntimeError("inside")
 
-    model._cache.clear()  # so that the experts are made with the hook
+    model.expert_cache.clear()  # so that the experts are made with the hook
     handle = root.register_forward_pre_hook(fail_on_the_second_group)
     with pytest.raises(RuntimeError, match="inside"):
         model(**inputs, task=MIXED)
     handle.remove()
-    model._cache.clear()
+    model.expert_cache.clear()
     assert_same(dict(model.get_base_model().state_dict()), before, exact=True)
     assert_same(model(**inputs, task="red"), build(family, base, experts, rank=3)(**inputs, task="red"), exact=True)
 
@@ -181,6 +181,6 @@ def test_every_tensor_is_covered_once(family):
     experts = make_experts(base)
     model = build(family, base, experts, rank=3)
     inventory = take_inventory(base)
-    heads = set(model.heads.as_dict(TASKS)["red"])
+    heads = set(model.heads["red"])
     assert set(model.recovery) | heads == set(inventory.shapes)
     assert not set(model.recovery) & heads

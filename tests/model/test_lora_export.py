@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +259,7 @@ def test_a_bias_with_two_names(scope, tmp_path):
 def replace_recovery(model: RetexModel, merged: Any) -> Any:
     """The parts of a model that leaves some parameters merged."""
     parts = model.parts()
-    parts.recovery = parts.recovery.without(merged)
-    return parts
+    return replace(parts, recovery=parts.recovery.without(merged))
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from retex_hf import CheckpointError, ConfigError, RetexConfig, RetexError, RetexModel, TaskError
+from retex_hf.artifact.recipe_record import RecipeRecord
+from retex_hf.model.components import extractor_of
 from retex_hf.recovery import TrainingConfig
 from retex_hf.routing import fit_signature
 
@@ -289,7 +291,7 @@ def test_a_signature_joins_the_others(source):
         assert model.identify(**rows[task]).tasks.count(task) >= 9
     # The same as fitting the new task's features alone, of its first 64 rows.
     layer = model.signatures.feature_layer
-    features = model._extractor([layer])(take(references, list(range(64))))[layer]
+    features = extractor_of(model.parts(), [layer])(take(references, list(range(64))))[layer]
     mean, basis = fit_signature(features, 2)
     torch.testing.assert_close(model.signatures.mean[2], mean)
     torch.testing.assert_close(model.signatures.basis[2], basis)
@@ -373,7 +375,7 @@ def test_a_shared_trunk_is_shared_with_the_new_task(name, tmp_path):
         return output["logits" if "logits" in output else "last_hidden_state"]
 
     plain = copy.deepcopy(new)
-    head = model.heads.as_dict(TASKS)[NEW]
+    head = model.heads[NEW]
     plain.load_state_dict({n: t if n in head else merged[n] for n, t in plain.state_dict().items()})
     distance = (answers(new) - answers(plain)).norm()
     cost = model.retex_config.trunk["cost"]
@@ -480,7 +482,7 @@ def test_a_pinned_task_is_unpinned_when_it_goes():
 def test_a_task_is_not_pinned_while_it_goes():
     model, _, _ = build()
     with ThreadPoolExecutor(1) as pool:
-        with model._turn.lock:  # as a change that is just being made
+        with model._change.lock:  # as a change that is just being made
             pinned = pool.submit(model.set_adapter, "red")
             wait([pinned], timeout=0.1)
             assert model.active_adapter is None
@@ -495,10 +497,10 @@ def test_recipe_and_evaluation(classifiers):
     model.add_task(NEW, folder / NEW, tolerance=0.5, progress=False)
     assert model.evaluation is None
     added = {"add": NEW, "expert": str(folder / NEW), "tolerance": 0.5}
-    assert model.recipe == {**built, "changes": [added]}
+    assert dict(model.recipe) == {**built, "changes": [added]}
     model.delete_task("red")
     assert model.recipe["changes"] == [added, {"remove": "red"}]
-    assert "red" not in {**model.retex_config.experts, **model.retex_config.labels, **model.heads.as_dict(model.tasks)}
+    assert "red" not in {**model.retex_config.experts, **model.retex_config.labels, **model.heads}
     model.add_task("purple", experts["red"], progress=False)
     assert model.recipe is None
 
@@ -598,7 +600,7 @@ def test_an_expert_given_as_adapter(tmp_path):
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="is an adapter: say with base= which model it was trained on"):
         model.add_task(NEW, tmp_path / "adapter", progress=False)
-    model.recipe = {"base": str(tmp_path / "base")}  # which the artifact's author chose, not the caller
+    model.recipe = RecipeRecord({"base": str(tmp_path / "base")})  # which the artifact's author chose, not the caller
     with pytest.raises(CheckpointError, match=r"say with base= which model it was trained on \(the recipe names "):
         model.add_task(NEW, tmp_path / "adapter", progress=False)
     model.recipe = None

@@ -54,7 +54,7 @@ def squared_error(model: RetexModel, experts: dict[str, BertModel], names=None) 
     """What recovery misses, over all tasks and parameters."""
     total = 0.0
     for task, expert in experts.items():
-        recovered, target = model._expert(task).state_dict(), expert.state_dict()
+        recovered, target = model._state.expert(task).state_dict(), expert.state_dict()
         for name in names or target:
             total += (recovered[name] - target[name]).double().square().sum().item()
     return total

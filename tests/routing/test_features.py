@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from retex_hf import ConfigError, InputError, RetexConfig
 from retex_hf.execution import copy_with
+from retex_hf.model.components import extractor_of
 from retex_hf.routing import FeatureExtractor, candidate_layers, feature_blocks, pool
 from retex_hf.routing.pooling import Layout, pool_rows
 from retex_hf.rows import Along, AlongItems, Owned
@@ -329,7 +330,7 @@ def test_features_come_from_the_merged_or_the_pretrained_model(source):
     model, _ = build_from(base, make_experts(base, scale=1.0), feature_source=source)
     merged = model.get_base_model()
     inputs = FAMILIES["bert"].inputs(ROWS)
-    features = model._extractor(["encoder.layer.0"])(inputs)["encoder.layer.0"]
+    features = extractor_of(model.parts(), ["encoder.layer.0"])(inputs)["encoder.layer.0"]
     means = {
         name: mean_by_hand(module(**inputs, output_hidden_states=True).hidden_states[1], inputs["attention_mask"])
         for name, module in (("merged", merged), ("pretrained", base))

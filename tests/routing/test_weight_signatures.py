@@ -121,7 +121,7 @@ def test_a_feature_layer_limits_how_deep_the_pass_goes():
         model = build("bert", feature_layer=layer)
         ran = []
         model.get_base_model().encoder.layer[1].register_forward_hook(lambda *_, ran=ran: ran.append(1))
-        model._cache.clear()
+        model.expert_cache.clear()
         scores = -model.identify(**inputs).residuals
         assert ran == []
         torch.testing.assert_close(scores, defined_scores(model, "encoder.layer.0.", inputs), rtol=1e-3, atol=1e-4)

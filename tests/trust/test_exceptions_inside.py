@@ -65,8 +65,8 @@ class Watched:
         return fingerprint([output, vars(output.routing)])
 
     def check(self, where: object) -> None:
-        cache = self.model._cache
-        assert not self.model._turn.lock.locked(), where
+        cache = self.model.expert_cache
+        assert not self.model._change.lock.locked(), where
         assert not cache._lock.locked(), where
         assert all(repr(making.turn).startswith("<unlocked") for making in cache._making.values()), where
         assert all(context.get(None) in (None, ()) for context in CONTEXT), where
@@ -114,7 +114,7 @@ def test_stopped_at_any_line(execution, options):
 
     def traced(wanted: tuple[str, int] | None) -> dict[tuple[str, int], None]:
         seen: dict[tuple[str, int], None] = {}
-        watched.model._cache.clear()  # so that experts are made, too
+        watched.model.expert_cache.clear()  # so that experts are made, too
         tracer = sys.gettrace()
         sys.settrace(stopping_at(wanted, seen))
         try:
@@ -170,7 +170,7 @@ def test_interrupted_at_any_moment(alarm, execution):
     watched, draw, stopped = Watched(subjects.make_model(), execution), random.Random(0), 0
 
     def call() -> None:
-        watched.model._cache.clear()
+        watched.model.expert_cache.clear()
         watched.model(**watched.inputs)
 
     limit = 0.02
@@ -197,9 +197,9 @@ def test_a_change_that_is_interrupted_is_made_or_not_made(alarm):
             stopped += 1
         else:
             limit *= 0.9
-        sizes = {len(model.tasks), model.recovery.num_tasks, len(model.heads.as_dict(model.tasks))}
+        sizes = {len(model.tasks), model.recovery.num_tasks, len(model.heads)}
         assert sizes == {model.identify(**batch).residuals.shape[1]}
-        assert not model._turn.lock.locked()
+        assert not model._change.lock.locked()
         torch.testing.assert_close(model(**batch, task="red").logits, expected, rtol=1e-3, atol=1e-4)
     assert stopped >= 3
 
@@ -219,11 +219,11 @@ def test_a_hook_raises_at_its_nth_call(execution, error):
             raise error("a hook")
 
     model.get_base_model().bert.encoder.layer[0].register_forward_hook(hook)
-    model._cache.clear()
+    model.expert_cache.clear()
     watched = Watched(model, execution)
     # The first layer runs to identify, then (grouped) for each of three experts, or (mixed) to probe and in one pass.
     for number in range(1, 5):
-        model._cache.clear()
+        model.expert_cache.clear()
         countdown[0] = number
         with pytest.raises((error, retex_hf.RetexError), match="a hook"):
             model(**watched.inputs)
@@ -316,4 +316,4 @@ def test_disabling_one_model_disables_no_other_even_in_its_place(shared):
     entered.__exit__(None, None, None)
     del other, entered
     gc.collect()
-    assert all(context.run(lambda: routed_model.Turn() not in routed_model._disabled.get()) for _ in range(100))
+    assert all(context.run(lambda: routed_model.ChangeLock() not in routed_model._disabled.get()) for _ in range(100))

@@ -68,11 +68,11 @@ def test_a_fork_while_other_threads_hold_every_lock():
     expected = answers(subjects.make_model())
     model.execution = "mixed"
     model(**inputs(), task=ROWS)
-    probes = model._cache.get("mixed", lambda: None)._probed
+    probes = model.expert_cache.get("mixed", lambda: None)._probed
     held, go_on = threading.Barrier(4), threading.Event()
 
     def hold_locks() -> None:
-        with model._turn.lock, model._cache._lock, probes._lock:
+        with model._change.lock, model.expert_cache._lock, probes._lock:
             held.wait(PATIENCE)
             go_on.wait(PATIENCE)
 
@@ -82,14 +82,14 @@ def test_a_fork_while_other_threads_hold_every_lock():
 
     key = (0, True, False)
     holding = [
-        threading.Thread(target=model._cache.get, args=(key, make)),
+        threading.Thread(target=model.expert_cache.get, args=(key, make)),
         threading.Thread(target=probes.get, args=("kind", make)),
         threading.Thread(target=hold_locks),
     ]
-    assert key not in model._cache
+    assert key not in model.expert_cache
     for thread in holding[:2]:
         thread.start()
-    while not (model._cache._making.get(key) and probes._making.get("kind")):
+    while not (model.expert_cache._making.get(key) and probes._making.get("kind")):
         pass
     holding[2].start()
     held.wait(PATIENCE)
@@ -113,7 +113,7 @@ def test_forks_while_other_threads_call():
                 model(**batch, task=ROWS)
                 model.set_adapter("red")
                 model.set_adapter(None)
-                model._cache.clear()
+                model.expert_cache.clear()
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:

@@ -14,6 +14,7 @@ from trust.subjects import make_artifact, make_model
 
 from retex_hf import RetexModel
 from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.artifact.schema import seal
 from retex_hf.checkpoints import manifest as recorded
 from retex_hf.cli import main
@@ -85,7 +86,7 @@ def card(tmp_path_factory) -> str:
     for task, name in zip(model.tasks, NASTY[:3], strict=True):
         config.experts[task] = {"source": "hub", "id": name, "revision": NASTY[4]}
     config.base_model = {"source": "local", "id": NASTY[1]}
-    model.recipe = {"base": NASTY[0], "experts": dict.fromkeys(NASTY, ESCAPES), "unrecorded": NASTY}
+    model.recipe = RecipeRecord({"base": NASTY[0], "experts": dict.fromkeys(NASTY, ESCAPES), "unrecorded": NASTY})
     folder = tmp_path_factory.mktemp("card") / "nasty"
     folder.mkdir()
     model.create_or_update_model_card(folder)

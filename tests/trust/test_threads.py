@@ -81,7 +81,7 @@ def test_a_call_goes_by_the_model_as_it_was_when_it_began(family, name, change, 
 
     layer = "bert.encoder.layer.0" if family == "bert" else "encoder.block.0"
     case.model.get_base_model().get_submodule(layer).register_forward_hook(hook)
-    case.model._cache.clear()
+    case.model.expert_cache.clear()
     expected = call()
     changes.append(CHANGES[change])
     assert call() == expected
@@ -129,7 +129,7 @@ def test_nothing_waits_for_a_slow_call(execution, tmp_path):
     model, gate = case.model, Gate()
     model.get_base_model().bert.encoder.layer[1].register_forward_hook(gate)
     model.execution = execution
-    model._cache.clear()
+    model.expert_cache.clear()
     calls = {name: call for name, call in case.calls.items() if name not in case.expected_errors}
     expected = {name: fingerprint(call(model)) for name, call in calls.items()}
     results = gate.slow(lambda: case.calls["routed"](model))
@@ -157,7 +157,7 @@ def test_a_slow_probe_holds_up_no_other_kind_of_call():
     model, gate = subjects.make_model("t5"), Gate()
     model.get_base_model().decoder.block[0].register_forward_hook(gate)
     model.execution = "mixed"
-    model._cache.clear()
+    model.expert_cache.clear()
     inputs = subjects.mixed_batch(subjects.make_tokenizer())
     rows = [*TASKS, *TASKS]
     results = gate.slow(lambda: model.generate(**inputs, task=rows, **threads.SAY))
@@ -206,7 +206,7 @@ def test_a_probe_may_come_to_need_itself():
             within[0] = call()
 
     model.get_base_model().bert.encoder.layer[0].register_forward_hook(hook)
-    model._cache.clear()
+    model.expert_cache.clear()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(call).result(PATIENCE) == expected
     assert within == [expected]
@@ -236,7 +236,7 @@ def test_a_model_is_freed_when_nobody_uses_it(options, execution, tmp_path):
         kept = [
             weakref.ref(model),
             *(weakref.ref(parameter) for parameter in model.get_base_model().parameters()),
-            *(weakref.ref(item) for item, _ in model._cache._items.values() if not isinstance(item, list)),
+            *(weakref.ref(item) for item, _ in model.expert_cache._items.values() if not isinstance(item, list)),
         ]
         assert len(kept) > 20
         del model, case
@@ -265,7 +265,7 @@ def test_many_calls_pile_up_nothing(tmp_path):
     call(3)
     before, after = call(3), call(20)
     assert after - before < 100
-    assert len(model._cache._items) < 10
+    assert len(model.expert_cache._items) < 10
 
 
 def test_a_refusal_is_remembered_without_what_it_has_met(monkeypatch):
@@ -290,7 +290,7 @@ def test_a_refusal_is_remembered_without_what_it_has_met(monkeypatch):
     for _ in range(5):
         model(**inputs, task=[*TASKS, *TASKS])
         with pytest.raises(MixedUnsupported) as refused:
-            model._cache.get("mixed", lambda: None).probe("forward", {}, [], None)
+            model.expert_cache.get("mixed", lambda: None).probe("forward", {}, [], None)
         depths.append(len(refused.traceback))
     assert len(met) == 2  # one for each kind of call
     assert all(reference() is None for reference in met)

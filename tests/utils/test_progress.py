@@ -184,7 +184,8 @@ def test_only_the_main_process_prints(rank, clock, monkeypatch, capsys):
         clock.now += 4
         return 0
 
-    work_sharing.run_dealt({f"w{number}": 1 for number in range(12)}, work, accelerator, "Solving", True)
+    context = work_sharing.BuildContext(accelerator)
+    work_sharing.run_dealt(context, {f"w{number}": 1 for number in range(12)}, work, "Solving")
     expected = ["Solving: 3 of 6 tensors, 0:12 elapsed, about 0:12 left", "Solving: 6 of 6 tensors, 0:24 elapsed"]
     assert lines(capsys) == (expected if rank == 0 else [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from signed import WORDS, make_tokenizer, separate, signed_classifier
 
 from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
 from retex_hf.artifact.preprocess import load_preprocessor
+from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.workflows.predictor import Predictor, preprocessor_of
 
 TEXTS = ["rose ruby", "sky sea denim", "moss fern lime jade", "wine"]
@@ -194,14 +196,13 @@ def test_pairs_and_long_texts(classifier, text_folder):
 
 def test_texts_are_cut_as_when_the_model_was_signed(text_folder, classifier):
     model, long = classifier.model, " ".join(WORDS["red"] * 20)
-    parts = model.parts()
-    parts.side_folder, parts.recipe = text_folder, {"base": "b", "max_length": 7}
+    recipe = RecipeRecord({"base": "b", "max_length": 7})
+    parts = replace(model.parts(), side_folder=text_folder, recipe=recipe)
     signed = RetexModel(parts)
     assert preprocessor_of(signed)([long])["input_ids"].shape[1] == 7
     assert preprocessor_of(signed, 5)([long])["input_ids"].shape[1] == 5
-    parts.side_folder = None
     with pytest.raises(ConfigError, match="without a tokenizer or processor"):
-        preprocessor_of(RetexModel(parts))
+        preprocessor_of(RetexModel(replace(parts, side_folder=None)))
 
 
 def test_a_tokenizer_that_cannot_pad_is_refused(classifier, tmp_path):

@@ -50,8 +50,8 @@ def context(
         "storage_table": _storage_table(parts),
         "recipe": None
         if parts.recipe is None
-        else _fenced(yaml.safe_dump(parts.recipe, sort_keys=False, allow_unicode=True).strip(), "yaml"),
-        "unrecorded": [plain(str(what)) for what in (parts.recipe or {}).get("unrecorded", [])],
+        else _fenced(yaml.safe_dump(dict(parts.recipe), sort_keys=False, allow_unicode=True).strip(), "yaml"),
+        "unrecorded": [plain(str(what)) for what in ([] if parts.recipe is None else parts.recipe.unrecorded)],
         "provenance_table": _provenance_table(config),
     }
 

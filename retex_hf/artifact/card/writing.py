@@ -130,7 +130,7 @@ def _metadata(parts: RetexParts, name: str, results: Mapping[str, Mapping[str, f
     config, use = parts.config, use_of(parts.model)
     origins = [config.base_model or {}, *config.experts.values()]
     ids = list(dict.fromkeys(origin["id"] for origin in origins if origin.get("source") == "hub"))
-    data = (parts.recipe or {}).get("data", {})
+    data = {} if parts.recipe is None else parts.recipe.data_of(config.tasks)
     datasets = {task: found["id"] for task, source in data.items() if (found := HUB_DATA.fullmatch(str(source)))}
     metric = "exact_match" if use.kind == GENERATOR else "accuracy"
     entries = [

@@ -1,0 +1,58 @@
+"""What identifies rows and runs experts, made from the parts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..artifact.state import RetexParts
+from ..backends import library_of
+from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
+from ..execution.vocabulary_rows import rows_beyond, with_all_rows
+from ..routing import FeatureExtractor, WeightScorer, candidate_layers, trying
+
+
+def extractor_of(
+    parts: RetexParts, layers: list[str], blocks: Sequence[str] = (), known: dict[Any, Any] | None = None
+) -> FeatureExtractor:
+    """Return the extractor of features at some layers, on the merged model or on the base.
+
+    Args:
+        parts: The parts of the model.
+        layers: Names of the layers.
+        blocks: Blocks of a shared trunk, whose outputs are recorded.
+        known: Findings about kinds of inputs, which are added to.
+    """
+    tensors = beside_own(parts.model, parts.base_tensors)
+    # Rows of unknown tasks may hold tokens that only some tasks have.
+    if parts.config.vocabulary:
+        rows = rows_beyond(parts.model, library_of(parts.model), parts.heads, parts.rows)
+        tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
+    model = copy_with(parts.model, tensors).eval()
+    return FeatureExtractor(model, layers, parts.config.feature_pooling, blocks, known=known)
+
+
+def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:
+    """Return the scorer of `signatures="weights"`: at the layer it was centred at, or at the last usable one."""
+    extract = partial(extractor_of, parts, known=known)
+    if parts.signatures is not None:
+        return WeightScorer(extract([parts.signatures.feature_layer]), parts.recovery)
+    usable = trying(extract, candidate_layers(parts.model, parts.config), sample)
+    return WeightScorer(extract(usable.layers[-1:]), parts.recovery)
+
+
+def runner_of(parts: RetexParts, cache: ExpertCache | None = None, **options: Any) -> ExpertRunner:
+    """Return the runner of the experts; by default it keeps none of them."""
+    return ExpertRunner(
+        model=parts.model,
+        library=library_of(parts.model),
+        recovery=parts.recovery,
+        tasks=parts.config.tasks,
+        heads=parts.heads,
+        labels=parts.config.labels,
+        cache=ExpertCache(0) if cache is None else cache,
+        rows=parts.rows,
+        vocabulary=parts.config.vocabulary,
+        **options,
+    )

@@ -1,0 +1,111 @@
+"""Fitting the signatures of a finished model.
+
+The functions take parts and return new ones; the old ones stay unchanged, so that running calls are not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..artifact.state import RetexParts
+from ..backends import as_inputs
+from ..errors import InputError, TaskError
+from ..execution import task_index, trunk_cost
+from ..routing import (
+    Signatures,
+    WeightSignatures,
+    as_batches,
+    candidate_layers,
+    describe_trunk,
+    fit_signatures,
+    keeps_cache,
+    noted,
+    trunk_parameters,
+)
+from ..utils.progress import remark
+from .components import extractor_of, runner_of, scorer_of
+
+
+def sign(
+    parts: RetexParts,
+    references: Mapping[str, Iterable[Any]] | Iterable[Any],
+    *,
+    known: dict[Any, Any] | None = None,
+    progress: bool = True,
+) -> tuple[RetexParts, dict[str, float]]:
+    """Return the parts of a model with signatures fitted on references, and held-out accuracies by layer.
+
+    See `RetexModel.fit_signatures`; `known` are findings about kinds of inputs, which are added to.
+    """
+    if parts.config.signatures == "weights":
+        pool = _as_pool(parts, references)
+        return _signed(parts, WeightSignatures.fit(partial(scorer_of, parts, known=known), pool)), {}
+    batches = _check_references(parts, references)
+    seen: dict[str, list[dict[str, Any]]] = {task: [] for task in batches}
+    signatures, accuracies = fit_signatures(
+        partial(extractor_of, parts, known=known),
+        candidate_layers(parts.model, parts.config),
+        {task: noted(batches[task], seen[task]) for task in batches},
+        parts.config.num_reference,
+        parts.config.signature_rank,
+        progress,
+    )
+    signed = _signed(parts, signatures)
+    if parts.config.shared_trunk:
+        signed = _with_shared_trunk(signed, signatures, seen, progress)
+    return signed, accuracies
+
+
+def inputs_of(parts: RetexParts, batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Return batches as keyword arguments of the model."""
+    return map(partial(as_inputs, parts.model), as_batches(batches))
+
+
+def _signed(parts: RetexParts, signatures: Signatures | WeightSignatures) -> RetexParts:
+    # The evaluation and the recipe describe other signatures.
+    recipe = None if parts.recipe is None else parts.recipe.signed_in_memory()
+    signatures = signatures.to(parts.recovery.task_embedding.device)
+    return replace(parts, signatures=signatures, evaluation=None, recipe=recipe)
+
+
+def _check_references(parts: RetexParts, references: Any) -> dict[str, Iterator[dict[str, Any]]]:
+    """Return the batches of every task, in the order of the tasks."""
+    tasks = parts.config.tasks
+    if not isinstance(references, Mapping):
+        raise InputError(
+            f"fit_signatures takes a dict of task name to batches, not {type(references).__name__}; "
+            f"the tasks are {tasks}."
+        )
+    for task in references:
+        task_index(task, tasks)
+    missing = [task for task in tasks if task not in references]
+    if missing:
+        raise TaskError(f"fit_signatures needs reference inputs for every task; {missing} have none.")
+    return {task: inputs_of(parts, references[task]) for task in tasks}
+
+
+def _as_pool(parts: RetexParts, batches: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(batches, Mapping) and any(name in parts.config.tasks for name in batches):
+        raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
+    return inputs_of(parts, batches)
+
+
+def _with_shared_trunk(
+    parts: RetexParts, signatures: Signatures, references: dict[str, list[dict[str, Any]]], progress: bool
+) -> RetexParts:
+    """Leave the layers up to the feature layer merged for every task, and report the cost."""
+    extractor = extractor_of(parts, [signatures.feature_layer])
+    sample = references[parts.config.tasks[0]][0]
+    recovery = parts.recovery.without(trunk_parameters(extractor, sample, parts.model))
+    errors = {name: error for name, error in parts.errors.items() if name in recovery}
+    shared = replace(parts, recovery=recovery, errors=errors)
+    trunk = {
+        "replayed": not keeps_cache(extractor, sample, parts.model),
+        "cost": trunk_cost(runner_of(parts), runner_of(shared), references, extractor),
+    }
+    if progress:
+        remark(describe_trunk(trunk, signatures.feature_layer), in_logs=True)
+    return replace(shared, config=replace(parts.config, trunk=trunk))

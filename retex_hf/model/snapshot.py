@@ -1,0 +1,242 @@
+"""What one call of a model uses, and the call itself: rows are identified, and each runs on its own expert."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifact.state import RetexParts
+from ..backends import library_of
+from ..config import BASE, routing_options
+from ..errors import InputError, RetexError, TaskError
+from ..execution import (
+    Assignment,
+    ExpertCache,
+    ExpertRunner,
+    Group,
+    Mixture,
+    TrunkRecord,
+    attach_routing,
+    call_method,
+    parse_adapter_names,
+    parse_task,
+    task_index,
+)
+from ..execution.vocabulary_rows import tokens_of
+from ..routing import FeatureExtractor, Routing, block_lists, decide
+from .components import extractor_of, runner_of, scorer_of
+from .peft_names import check_spelling
+
+TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_(\w+_)?(features|embeds))$")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a call depends on. A change of the model makes a new snapshot; running calls keep theirs.
+
+    `cache` holds the experts recovered from these `parts` and nothing else, so that a call never meets experts of other
+    parts. `proofs` are findings about kinds of calls, which depend on the architecture alone. `active` is the pinned
+    task.
+    """
+
+    parts: RetexParts
+    cache: ExpertCache
+    execution: str
+    active: str | Mixture | None = None
+    proofs: dict[Any, Any] = field(default_factory=dict)
+
+    def with_parts(self, parts: RetexParts) -> Snapshot:
+        """Return the snapshot after a change of parts: with an empty cache, and no pinned task that is gone."""
+        active = self.active if set(self.active_names) <= set(parts.config.tasks) else None
+        return replace(self, parts=parts, cache=self.cache.emptied(), active=active)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Return the names of the tasks, in the order of their ids."""
+        return self.parts.config.tasks
+
+    @property
+    def active_names(self) -> tuple[str, ...]:
+        """Return the pinned tasks."""
+        active = self.active
+        return () if active is None else active.names if isinstance(active, Mixture) else (active,)
+
+    # ---- identification ----------------------------------------------------------------------------------------------
+
+    def identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
+        """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
+        signatures, record = self.parts.signatures, None
+        routing, thresholds = self.parts.config.routing, None
+        if self.parts.config.signatures == "weights":
+            scores = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))(inputs)
+            residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
+        elif signatures is None:
+            raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
+        else:
+            layer = signatures.feature_layer
+            extractor = self.cache.get("features", lambda: self._extractor(layer))
+            recorded = extractor.record(inputs)
+            features = recorded.features[layer]
+            signatures = signatures.to(features.device)
+            residuals = signatures.residuals(features)
+            options = routing_options(routing)
+            if options["far"] is not None:
+                thresholds = signatures.thresholds(options["quantile"], options["slack"])
+            if self.trunk_blocks() and not recorded.proof.refused:
+                record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading)
+        return decide(residuals, self.tasks, routing, self.parts.config.temperature, thresholds), record
+
+    def trunk_blocks(self) -> list[str]:
+        """Return the blocks whose outputs the feature pass passes on to the experts."""
+        trunk, layer = self.parts.config.trunk, getattr(self.parts.signatures, "feature_layer", None)
+        if trunk is None or not trunk["replayed"] or layer is None:
+            return []
+        lists = self.cache.get("blocks", lambda: block_lists(self.parts.model))
+        return next((blocks[: blocks.index(layer) + 1] for blocks in lists if layer in blocks), [layer])
+
+    def _extractor(self, layer: str) -> FeatureExtractor:
+        return extractor_of(self.parts, [layer], self.trunk_blocks(), known=self.proofs)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        task: Any = None,
+        names: list[str] | None = None,
+        *,
+        recovered: bool = True,
+        training: bool = False,
+    ) -> Any:
+        """Call a method of the wrapped model, every row on its own expert.
+
+        Args:
+            method: Name of the method.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            task: A task, one per row, or mixing weights; None identifies the rows.
+            names: PEFT's `adapter_names`, instead of `task`.
+            recovered: Whether experts are recovered; otherwise the merged model runs, under the heads of tasks.
+            training: Whether the model is in training mode.
+        """
+        kwargs = self.bind(method, args, kwargs)
+        if task is not None and names is not None:
+            raise TaskError("task= and adapter_names= say the same: give one of them.")
+        task = self.active if task is None and names is None and recovered else task
+        if task is None and names is None and not recovered:
+            self._require_merged_tokens(kwargs)
+            return attach_routing(call_method(self.parts.model, method, kwargs), None)
+        runner, unnamed = self.runner(), task is None and names is None
+        if unnamed and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.parts.model):
+            self._require_shared_text_tower(method)
+            return attach_routing(call_method(self.parts.model, method, kwargs), None)
+        if method == "generate" and isinstance(task, str) and not any(isinstance(v, Tensor) for v in kwargs.values()):
+            rows = 1  # transformers starts one row from the BOS token
+        else:
+            given = task if names is None else names
+            rows = runner.count_rows(kwargs, len(given) if isinstance(given, (list, tuple)) else None)
+        if rows == 0:
+            raise InputError("The batch has no rows.")
+        record = None
+        if unnamed:
+            routing, record = self.identify(kwargs)
+            self._require_something_to_learn(routing, kwargs, training)
+            assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
+        else:
+            assignment, routing = self._named(task, names, rows)
+        if self.parts.config.labels:
+            routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
+        # One named task gives that expert's own output; a routed batch has the same width for any tasks.
+        widen = not isinstance(task, str)
+        output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)
+        return attach_routing(output, routing)
+
+    def _named(self, task: Any, names: list[str] | None, rows: int) -> tuple[Assignment, Routing]:
+        """Return the assignment of rows whose tasks the caller names, and its routing."""
+        if names is not None:
+            assignment = parse_adapter_names(names, self.tasks, rows)
+            self._require_heads(names)
+        else:
+            assignment = parse_task(task, self.tasks, rows)
+            names = [self.tasks[index] for index in assignment.task_ids.tolist()]
+        return assignment, Routing(assignment.task_ids, list(names), assignment.weights)
+
+    def _require_something_to_learn(self, routing: Routing, kwargs: Mapping[str, Any], training: bool) -> None:
+        """Refuse to train if all rows run on the merged model: the loss has no gradient, and torch does not say why."""
+        learns = kwargs.get("labels") is not None and training and torch.is_grad_enabled()
+        if learns and routing.abstained is not None and not routing.weights.any():
+            raise InputError(
+                "All rows of this batch are far from every task and run on the merged model, which is not trained: "
+                'name the task with task=, or set model.routing = "hard" for training.'
+            )
+
+    def _require_merged_tokens(self, kwargs: Mapping[str, Any]) -> None:
+        tokens = tokens_of(kwargs) if self.parts.config.vocabulary else None
+        size = len(self.parts.model.get_input_embeddings().weight) if tokens is not None else 0
+        if tokens is not None and int(tokens.max()) >= size:
+            raise InputError(
+                f"The batch holds the token {int(tokens.max())}, but the merged model has {size} tokens: name the task "
+                "that has it with task=."
+            )
+
+    def _require_heads(self, names: list[str]) -> None:
+        if BASE in names and any(self.parts.heads.values()):
+            raise TaskError(
+                f"{BASE!r} has no head of its own, because every task has one: within disable_adapter(), task= runs "
+                "the merged model under the head of a task."
+            )
+
+    def _require_shared_text_tower(self, method: str) -> None:
+        own = [name for name in self.parts.recovery if library_of(self.parts.model).is_text_parameter(name)]
+        if own:
+            raise TaskError(
+                f"{method} cannot tell the task from a text, and the experts differ in their text tower ({own[0]!r}): "
+                "name the task with task=."
+            )
+
+    def bind(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return positional arguments under their names, along with the keyword arguments."""
+        check_spelling(getattr(self.parts.model, method), kwargs)
+        if not args:
+            return kwargs
+        parameters = inspect.signature(getattr(self.parts.model, method)).parameters
+        for name, parameter in list(parameters.items())[: len(args)]:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                raise InputError(
+                    f"{method} of {type(self.parts.model).__name__} takes {name!r} without a name, which no row "
+                    "can be taken from: give its arguments names."
+                )
+        names = list(parameters)
+        if len(args) > len(names):
+            raise InputError(f"{method} takes at most {len(names)} positional arguments, not {len(args)}.")
+        for name in names[: len(args)]:
+            if name in kwargs:
+                raise InputError(f"{method} got {name!r} twice.")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def runner(self) -> ExpertRunner:
+        """Return the runner of the experts, which keeps them in the cache."""
+        trunk = self.trunk_blocks()
+        return runner_of(self.parts, self.cache, execution=self.execution, trunk=trunk, proofs=self.proofs)
+
+    @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
+    def expert(self, task: str | Mixture) -> nn.Module:
+        """Return an expert to inspect or to copy, without gradients.
+
+        It comes from the cache, unless it is tied to a shared trunk or training changes its weights.
+        """
+        runner = self.runner()
+        cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
+        runner = replace(runner, trunk=[], cache=cache)
+        if isinstance(task, Mixture):
+            first = task_index(task.names[0], runner.tasks)
+            return runner.expert(Group(first, torch.arange(0), task.weights(runner.tasks)))
+        return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
