@@ -22,5 +22,5 @@ class TensorBank(nn.Module):
     def as_dict(self, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         result: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
         for (group, name), key in self._names.items():
-            result[group][name] = self._buffers[key]
+            result[group][name] = self.get_buffer(key)
         return result
