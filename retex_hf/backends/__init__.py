@@ -26,7 +26,7 @@ LIBRARIES: dict[str, Backend] = {
     plain_modules.NAME: plain_modules,
 }
 # Libraries whose models do not keep their configuration.
-DESCRIBED = (openclip, timm_models)
+DESCRIBED: tuple[Backend, ...] = (openclip, timm_models)
 
 
 def library_of(model: nn.Module) -> Backend:
