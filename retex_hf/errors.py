@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 # The brackets that `repr` puts around the items of a container.
-BRACKETS = {
+BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
 }  # fmt: skip
 
@@ -69,7 +70,7 @@ def brief(value: object, limit: int = 200) -> str:
     return text
 
 
-def _parts(value: object, limit: int) -> Iterator[str]:
+def _parts(value: Any, limit: int) -> Iterator[str]:
     """Yield the `repr` of a value in pieces; every level yields a piece first, so only levels shown are entered."""
     if type(value) in (str, bytes):
         yield repr(value[: limit + 1])
@@ -94,7 +95,7 @@ def _whole(value: object) -> str:
         return f"a {type(value).__name__} of great length"
 
 
-def shorten(names, limit: int = 3) -> str:
+def shorten(names: Iterable[object], limit: int = 3) -> str:
     """List a few names for an error message: `'a', 'b', 'c' and 7 more`."""
     names = list(names)
     shown = ", ".join(repr(name) for name in names[:limit])

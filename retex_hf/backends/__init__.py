@@ -19,10 +19,14 @@ __all__ = ["Backend", "sentence_modules"]
 
 # The order matters: the last accepts any module.
 LIBRARIES: dict[str, Backend] = {
-    library.NAME: library for library in (hf_transformers, openclip, timm_models, diffusers_models, plain_modules)
+    hf_transformers.NAME: hf_transformers,
+    openclip.NAME: openclip,
+    timm_models.NAME: timm_models,
+    diffusers_models.NAME: diffusers_models,
+    plain_modules.NAME: plain_modules,
 }
 # Libraries whose models do not keep their configuration.
-DESCRIBED = (openclip, timm_models)
+DESCRIBED: tuple[Backend, ...] = (openclip, timm_models)
 
 
 def library_of(model: nn.Module) -> Backend:
@@ -35,8 +39,11 @@ def library_of_folder(folder: Path) -> Backend:
     if is_open_clip(folder):
         return openclip
     config = FolderFiles(folder).json(hf_transformers.CONFIG)
-    found = (library for library in (timm_models, diffusers_models) if library.is_folder_of(config))
-    return next(found, hf_transformers)
+    if timm_models.is_folder_of(config):
+        return timm_models
+    if diffusers_models.is_folder_of(config):
+        return diffusers_models
+    return hf_transformers
 
 
 def kind_of_model(model: nn.Module) -> str:
@@ -46,23 +53,23 @@ def kind_of_model(model: nn.Module) -> str:
 
 def parse_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None = None) -> torch.dtype | None:
     """Return the dtype to load a model with; None keeps the stored one. `torch_dtype` is an alias of `dtype`."""
-    given = {}
+    given: dict[str, torch.dtype | None] = {}  # None: "auto"
     for name, value in (("dtype", dtype), ("torch_dtype", torch_dtype)):
         if value is None:
             continue
-        found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
+        is_auto = isinstance(value, str) and value == "auto"
+        found = getattr(torch, value, None) if isinstance(value, str) else value
         # Floats of 8 bits or fewer are storage formats with separate scales; torch does not compute in them.
         is_float = isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1
-        if found != "auto" and not is_float:
+        if not is_auto and not is_float:
             raise ConfigError(
                 f'{name} must be a floating-point dtype that torch computes in, such as "float16", or "auto", '
                 f"not {value!r}."
             )
-        given[name] = found
+        given[name] = None if is_auto else found
     if len(set(given.values())) > 1:
         raise ConfigError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one setting.")
-    found = next(iter(given.values()), None)
-    return None if found == "auto" else found
+    return next(iter(given.values()), None)
 
 
 def as_inputs(model: nn.Module, batch: Any) -> dict[str, Any]:

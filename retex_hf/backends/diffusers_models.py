@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,56 +17,26 @@ from ..checkpoints.sources import Source
 from ..errors import CheckpointError, RetexError, brief, first_line
 from .config_limits import check_weights, limited_model
 from .containment import contained
-from .named_tensors import (
-    align,
-    check_names,
-    file_form,
-    fill,
-    index_metadata,
-    no_heads,
-    no_labels,
-    save_tensors,
-    saved_names,
-)
-from .not_supported import (
-    describe,
-    own_token_ids,
-    resize_vocabulary,
-    set_labels,
-    set_vocabulary,
-)
-from .plain_modules import (
-    cast,
-    feature_call,
-    feature_root,
-    is_dual_encoder,
-    is_text_parameter,
-    main_inputs,
-    row_inputs,
-    vocabulary_names,
-)
+from .named_tensors import align as align
+from .named_tensors import check_names, fill, no_heads, no_labels, save_tensors
+from .named_tensors import file_form as file_form
+from .named_tensors import index_metadata as index_metadata
+from .named_tensors import saved_names as saved_names
+from .not_supported import describe as describe
+from .not_supported import own_token_ids as own_token_ids
+from .not_supported import resize_vocabulary as resize_vocabulary
+from .not_supported import set_labels as set_labels
+from .not_supported import set_vocabulary as set_vocabulary
+from .plain_modules import cast as cast
+from .plain_modules import feature_call as feature_call
+from .plain_modules import feature_root as feature_root
+from .plain_modules import is_dual_encoder as is_dual_encoder
+from .plain_modules import is_text_parameter as is_text_parameter
+from .plain_modules import main_inputs as main_inputs
+from .plain_modules import row_inputs as row_inputs
+from .plain_modules import vocabulary_names as vocabulary_names
 from .same_computation import check_alike
 from .untrusted_config import vet_diffusers_config
-
-__all__ = [
-    "align",
-    "cast",
-    "describe",
-    "feature_call",
-    "feature_root",
-    "file_form",
-    "index_metadata",
-    "is_dual_encoder",
-    "is_text_parameter",
-    "main_inputs",
-    "own_token_ids",
-    "resize_vocabulary",
-    "row_inputs",
-    "saved_names",
-    "set_labels",
-    "set_vocabulary",
-    "vocabulary_names",
-]
 
 NAME = "diffusers"
 CONFIG = "config.json"
@@ -74,6 +44,17 @@ WEIGHTS_STEM, SHARDED = "diffusion_pytorch_model", True
 # Whether `forward` returns named fields, and a tuple of them with `return_dict=False`.
 NAMES_FIELDS = True
 CLASS = "_class_name"
+
+if TYPE_CHECKING:
+
+    class DiffusersModel(nn.Module):
+        """What diffusers' models have in common: the methods of its `ConfigMixin`, which is no module."""
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> DiffusersModel: ...
+
+        def save_config(self, save_directory: Path) -> None: ...
+
 
 head_names, labels_of = no_heads, no_labels
 
@@ -101,7 +82,7 @@ def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, A
     return vet_diffusers_config((files or FolderFiles(folder)).json(CONFIG), folder / CONFIG)
 
 
-def _model_class(name: Any, path: Path) -> type:
+def _model_class(name: Any, path: Path) -> type[DiffusersModel]:
     try:
         import diffusers.models
         from diffusers.models.modeling_utils import ModelMixin
@@ -112,7 +93,8 @@ def _model_class(name: Any, path: Path) -> type:
     # `getattr` alone would import any module of diffusers by name.
     public = isinstance(name, str) and name.isidentifier() and name[0].isupper() and name in dir(diffusers.models)
     found = getattr(diffusers.models, name, None) if public else None
-    if not (isinstance(found, type) and issubclass(found, ModelMixin) and hasattr(found, "from_config")):
+    is_model = isinstance(found, type) and issubclass(found, ModelMixin) and hasattr(found, "from_config")
+    if found is None or not is_model:
         raise CheckpointError(f"{path} asks for {brief(name)}, which is no model class of diffusers.")
     return found
 
@@ -176,13 +158,13 @@ def _described(folder: Path, source: Source) -> nn.Module:
         return load_on_meta(folder)
 
 
-def save(model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+def save(model: DiffusersModel, folder: Path, max_shard_size: str | int) -> None:
     """Write the files that the model's own `from_pretrained` reads."""
     save_config(model, folder)
     save_tensors(model, folder, WEIGHTS_STEM, max_shard_size)
 
 
-def save_config(model: nn.Module, folder: Path) -> None:
+def save_config(model: DiffusersModel, folder: Path) -> None:
     """Write all that `save` writes, except the weights."""
     model.save_config(folder)
 

@@ -39,12 +39,8 @@ from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from . import sentence_modules
 from .config_limits import check_counts, check_weights, limited_pieces
 from .containment import contained
-from .not_supported import (
-    describe,
-)
+from .not_supported import describe as describe
 from .untrusted_config import check_options, vet_generation_config, vet_transformers_config
-
-__all__ = ["describe"]
 
 NAME = "transformers"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -83,6 +79,8 @@ TOKEN_ID = re.compile(r"_token_ids?$|_token_index$")
 logger = logging.getLogger(__name__)
 # Constants that earlier versions of transformers saved and that models now compute.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
+# Attribute by which transformers marks what has its values already.
+INITIALISED = "_is_hf_initialized"
 
 
 def owns(model: nn.Module) -> bool:
@@ -101,11 +99,14 @@ def _architecture(config: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """Vetted description of a folder's model: nothing in it makes transformers open or download anything."""
+    """Vetted description of a folder's model: nothing in it makes transformers open or download anything.
+
+    `cls` is None for `AutoModel`, with which the configuration decides.
+    """
 
     path: Path
     name: str
-    cls: type
+    cls: type[PreTrainedModel] | None
     values: dict[str, Any]
     generation: dict[str, Any] | None
 
@@ -127,9 +128,13 @@ class _Description:
             generation = vet_generation_config(files.json(GENERATION_CONFIG), files.folder / GENERATION_CONFIG)
         return cls(path, name, model_class, vet_transformers_config(values, path, config_class), generation)
 
+    @property
+    def config_class(self) -> type[PreTrainedConfig] | None:
+        return None if self.cls is None else self.cls.config_class
+
     def config(self) -> PreTrainedConfig:
         """Create the configuration."""
-        config_class = AutoConfig if self.cls is AutoModel else self.cls.config_class
+        config_class = self.config_class or AutoConfig
         try:
             with contained(self.path), private_copy({CONFIG: self.values}) as folder:
                 config = config_class.from_pretrained(folder)
@@ -142,9 +147,11 @@ class _Description:
 
     def generation_config(self) -> GenerationConfig:
         """Create the generation settings from their own file, or from the old place for them in the configuration."""
-        name = CONFIG if self.generation is None else GENERATION_CONFIG
-        values = self.values if self.generation is None else self.generation
-        own = {"config_file_name": CONFIG, "_from_model_config": True} if self.generation is None else {}
+        own: dict[str, Any] = {}
+        name, values = GENERATION_CONFIG, self.generation
+        if values is None:
+            name, values = CONFIG, self.values
+            own = {"config_file_name": CONFIG, "_from_model_config": True}
         path = self.path.with_name(name)
         try:
             with contained(path), private_copy({name: values}) as folder:
@@ -202,14 +209,15 @@ def _load(
     try:
         with contained(description.path, network=not MAY_FETCH.isdisjoint(kwargs)):
             cls = description.cls
-            if cls is AutoModel:
+            if cls is None:
                 with torch.device("meta"):
                     cls = type(AutoModel.from_config(deepcopy(config), trust_remote_code=False))
-            model, report = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
+            loaded: Any = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
     except (RetexError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # an untrusted file may make transformers raise anything; the cause stays attached
         raise CheckpointError(f"{folder} does not load as a {name}: {first_line(error)}") from error
+    model, report = loaded  # a pair, because of `output_loading_info`
     for key, shape, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
             f"{folder}: tensor {key!r} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}."
@@ -240,7 +248,7 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> P
             init.meta_device_safe_creation_ops(),
             init.no_init_weights(),
         ):
-            model = AutoModel.from_config(config, trust_remote_code=False) if cls is AutoModel else cls(config)
+            model = AutoModel.from_config(config, trust_remote_code=False) if cls is None else cls(config)
         model.tie_weights()
         aligned, unexpected = align(model, source)
     except RetexError:
@@ -267,8 +275,8 @@ def limited(folder: Path, source: Source) -> Iterator[None]:
 
 
 def _check_counts(description: _Description, source: Source) -> None:
-    cls, values = description.cls, description.values
-    check_counts(description.path, values if cls is AutoModel else _understood(cls.config_class, values), source)
+    config_class, values = description.config_class, description.values
+    check_counts(description.path, values if config_class is None else _understood(config_class, values), source)
 
 
 def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
@@ -282,23 +290,26 @@ def _understood(config_class: type[PreTrainedConfig], values: dict[str, Any]) ->
     return {key: value for key, value in values.items() if key in known or isinstance(value, (dict, list))}
 
 
-def _model_class(name: str, asked_by: Path | str) -> type:
+def _model_class(name: str, asked_by: Path | str) -> type[PreTrainedModel] | None:
+    """Return a model class of transformers by its name; None for `AutoModel`."""
+    if name == AutoModel.__name__:
+        return None
     # Filter names before `getattr`, which would import any module of transformers with that name.
     cls = getattr(transformers, name, None) if name.isidentifier() and not name.islower() else None
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
-    if cls is not AutoModel and not (is_model and cls.config_class is not None):
+    if cls is None or not is_model or cls.config_class is None:
         raise CheckpointError(f"{asked_by} asks for {brief(name)}, which is no model class of transformers.")
     return cls
 
 
 def load_config(source: Source) -> PreTrainedConfig:
     """Return the configuration in a source's folder."""
-    files = FolderFiles(source.folder)
-    path, values = source.folder / CONFIG, files.json(CONFIG)
+    assert source.folder is not None
+    path, values = source.folder / CONFIG, FolderFiles(source.folder).json(CONFIG)
     if source.packed:
         values.pop("quantization_config", None)
     vetted = vet_transformers_config(values, path, _config_class(values, path))
-    return _Description(path, "AutoModel", AutoModel, vetted, None).config()
+    return _Description(path, "AutoModel", None, vetted, None).config()
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> dict[str, Any]:
@@ -311,6 +322,8 @@ def from_config(
 ) -> PreTrainedModel:
     """Create a model of a class, without trained weights: an adapter's class may have a head that its base lacks."""
     cls = _model_class(architecture, "the adapter")
+    if cls is None:
+        raise CheckpointError(f"the adapter asks for {brief(architecture)}, which is no model class of transformers.")
     with torch.device("meta" if on_meta else "cpu"), contained(Path(config.name_or_path or "the adapter")):
         model = cls._from_config(deepcopy(config), dtype=dtype or torch.float32)
     return model.eval()
@@ -423,7 +436,7 @@ def align(
                     f"{source.label}: the {len(parts)} tensors that make up {name!r} have shape {info.shape}, "
                     f"but the model has {tuple(known[name].shape)}."
                 )
-            aligned[name] = (info, lambda name=name, convert=convert: convert(source.read)[name])
+            aligned[name] = (info, partial(_converted, name, convert, source.read))
     for name in computed_names(model) & aligned.keys():
         _check_constant(model, name, source.label, aligned.pop(name)[1]())
     unexpected = [key for key in unexpected if key not in source.optional]
@@ -436,7 +449,7 @@ def _check_constant(model: PreTrainedModel, name: str, label: str, found: Tensor
     path, _, own = name.rpartition(".")
     module = deepcopy(model.get_submodule(path)).to_empty(device="cpu")
     for tensor in (module, *module.parameters()):
-        tensor._is_hf_initialized = False
+        setattr(tensor, INITIALISED, False)
     with torch.no_grad():
         model._init_weights(module)
     expected = getattr(module, own).detach()
@@ -456,16 +469,25 @@ def _convert(
 ) -> dict[str, Tensor]:
     converter = deepcopy(converter)
     for key, pattern in parts:
-        converter.add_tensor(first_name, key, pattern, partial(read, key))
+        # Only futures are annotated, but functions are called too.
+        converter.add_tensor(first_name, key, pattern, partial(read, key))  # type: ignore[arg-type]
     converted = converter.convert(first_name, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def _converted(
+    name: str,
+    convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]],
+    read: Callable[[str], Tensor],
+) -> Tensor:
+    return convert(read)[name]
 
 
 def labels_of(source: Source) -> dict[str, Any]:
     """Return the label names and the problem type in a checkpoint's config, as far as they are there."""
     if source.folder is not None:
         config = FolderFiles(source.folder).json(CONFIG)
-    elif owns(source.model):
+    elif isinstance(source.model, PreTrainedModel):
         config = source.model.config.to_dict()
     else:
         return {}
@@ -488,7 +510,7 @@ def set_labels(model: PreTrainedModel, labels: dict[str, Any]) -> None:
     model.config.id2label = {int(key): value for key, value in labels["id2label"].items()}
     model.config.label2id = {value: key for key, value in model.config.id2label.items()}
     model.config.problem_type = labels.get("problem_type")
-    model.num_labels = len(model.config.id2label)
+    model.num_labels = len(model.config.id2label)  # type: ignore[assignment]  # torch's says tensors and modules only
 
 
 def vocabulary_names(model: PreTrainedModel, inventory: Inventory) -> list[str]:
@@ -532,7 +554,7 @@ def set_vocabulary(model: PreTrainedModel, size: int, token_ids: Mapping[str, An
     _set_token_ids(new, token_ids)
     for module in model.modules():
         if getattr(module, "config", None) is old:
-            module.config = new
+            module.config = new  # type: ignore[assignment]  # torch's says tensors and modules only
     if token_ids and getattr(model, "generation_config", None) is not None:
         model.generation_config = deepcopy(model.generation_config)
         _set_token_ids(model.generation_config, token_ids)
@@ -595,7 +617,7 @@ def _config_of(source: Source) -> PreTrainedConfig | None:
         return None
     if source.folder is not None and (source.folder / CONFIG).is_file():
         return load_config(source)
-    return source.model.config if owns(source.model) else None
+    return source.model.config if isinstance(source.model, PreTrainedModel) else None
 
 
 def _token_ids(config: Any) -> dict[str, Any]:
@@ -621,7 +643,8 @@ def is_dual_encoder(model: PreTrainedModel) -> bool:
     The rows of the two sides need not correspond.
     """
     has_text_tower = hasattr(model, "text_model") or hasattr(model, "get_text_features")
-    return has_text_tower and any(SIMILARITY.match(field) for field in _output_fields(type(model)))
+    kind: type = type(model)
+    return has_text_tower and any(SIMILARITY.match(field) for field in _output_fields(kind))
 
 
 @cache

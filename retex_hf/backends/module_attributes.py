@@ -102,9 +102,10 @@ def is_setting(module: nn.Module, name: str, values: list[Any]) -> bool:
     """
     if name == "forward":  # a replaced `forward` changes the output, as a hook does
         return True
-    if type(module).__module__.partition(".")[0] not in LIBRARIES or MISSING in values:
+    kind: type = type(module)
+    if kind.__module__.partition(".")[0] not in LIBRARIES or MISSING in values:
         return False
-    return name.startswith("config.") or name in _names_in(type(module))
+    return name.startswith("config.") or name in _names_in(kind)
 
 
 def described(value: Any, depth: int = 0) -> Any:

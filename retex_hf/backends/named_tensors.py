@@ -47,7 +47,8 @@ def index_metadata(model: nn.Module) -> dict[str, Any]:
 def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
     """Map a source's tensors to the model's names, without the prefix of data-parallel training."""
     known = model.state_dict()
-    aligned, unexpected = {}, []
+    aligned: dict[str, tuple[TensorInfo, Callable[[], Tensor]]] = {}
+    unexpected = []
     for key, info in source.infos.items():
         name = key if key in known else key.removeprefix(PARALLEL)
         if name in known:

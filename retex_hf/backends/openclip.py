@@ -24,16 +24,12 @@ from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, RetexError, first_line, shorten
 from .config_limits import check_weights, limited_model
 from .containment import contained
-from .not_supported import (
-    own_token_ids,
-    resize_vocabulary,
-    set_labels,
-    set_vocabulary,
-)
+from .not_supported import own_token_ids as own_token_ids
+from .not_supported import resize_vocabulary as resize_vocabulary
+from .not_supported import set_labels as set_labels
+from .not_supported import set_vocabulary as set_vocabulary
 from .same_computation import check_alike, structure_difference
 from .untrusted_config import text_tower, vet_open_clip_config
-
-__all__ = ["own_token_ids", "resize_vocabulary", "set_labels", "set_vocabulary"]
 
 NAME = "open_clip"
 CONFIG, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"
@@ -44,9 +40,11 @@ WITHOUT_WEIGHTS = ("No pretrained weights loaded", "Local config loaded, but no 
 # Attribute that holds the model's `open_clip_config.json` as a dict, which OpenCLIP does not keep.
 CONFIG_ATTRIBUTE = "open_clip_config"
 
+OpenClipModel = CLIP | CustomTextCLIP | CoCa
+
 
 def owns(model: nn.Module) -> bool:
-    return isinstance(model, (CLIP, CustomTextCLIP, CoCa))
+    return isinstance(model, OpenClipModel)
 
 
 def architecture(folder: Path) -> str:
@@ -239,7 +237,8 @@ def head_names(model: nn.Module, names: list[str]) -> set[str]:
 def align(model: nn.Module, source: Source) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
     """Map a source's tensors to the model's names, without the `module.` prefix of training checkpoints."""
     known = model.state_dict()
-    aligned, unexpected = {}, []
+    aligned: dict[str, tuple[TensorInfo, Callable[[], Tensor]]] = {}
+    unexpected = []
     for key, info in source.infos.items():
         name = key.removeprefix("module.")
         if name in known:
@@ -282,7 +281,7 @@ def is_text_parameter(name: str) -> bool:
     return not name.startswith(("visual.", "logit_"))
 
 
-def feature_root(model: nn.Module) -> nn.Module:
+def feature_root(model: OpenClipModel) -> nn.Module:
     return model.visual
 
 

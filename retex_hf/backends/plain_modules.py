@@ -15,45 +15,20 @@ from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import Source, check_module
 from ..errors import CheckpointError, ConfigError
-from .named_tensors import (
-    align,
-    check_names,
-    file_form,
-    fill,
-    index_metadata,
-    no_heads,
-    no_labels,
-    save_tensors,
-    saved_names,
-)
-from .not_supported import (
-    architecture,
-    describe,
-    load_on_meta,
-    own_token_ids,
-    resize_vocabulary,
-    set_labels,
-    set_vocabulary,
-    vetted_config,
-)
+from .named_tensors import align as align
+from .named_tensors import check_names, fill, no_heads, no_labels, save_tensors
+from .named_tensors import file_form as file_form
+from .named_tensors import index_metadata as index_metadata
+from .named_tensors import saved_names as saved_names
+from .not_supported import architecture as architecture
+from .not_supported import describe as describe
+from .not_supported import load_on_meta as load_on_meta
+from .not_supported import own_token_ids as own_token_ids
+from .not_supported import resize_vocabulary as resize_vocabulary
+from .not_supported import set_labels as set_labels
+from .not_supported import set_vocabulary as set_vocabulary
+from .not_supported import vetted_config as vetted_config
 from .same_computation import check_alike
-
-__all__ = [
-    "align",
-    "architecture",
-    "describe",
-    "file_form",
-    "head_names",
-    "index_metadata",
-    "labels_of",
-    "load_on_meta",
-    "own_token_ids",
-    "resize_vocabulary",
-    "saved_names",
-    "set_labels",
-    "set_vocabulary",
-    "vetted_config",
-]
 
 NAME = "torch"
 # Such a model has no file that describes it.
@@ -74,9 +49,10 @@ class Skeleton(nn.Module):
             *path, last = name.split(".")
             module: nn.Module = self
             for part in path:
-                if part not in module._modules:
-                    module._modules[part] = nn.Module()
-                module = module._modules[part]
+                child = module._modules.get(part)
+                if child is None:
+                    child = module._modules[part] = nn.Module()
+                module = child
             if last in module._modules:
                 raise CheckpointError(f"{source.label}: {name!r} is the name of a tensor and of a module.")
             module._buffers[last] = torch.empty(info.shape, dtype=info.dtype, device="meta")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import Source, TensorInfo
 
+Model = TypeVar("Model", bound=nn.Module, contravariant=True)
 
-class Backend(Protocol):
-    """The functions and constants of a backend.
+
+class Backend(Protocol[Model]):
+    """The functions and constants of a backend for models of the class `Model`.
 
     A `folder` holds a checkpoint, whose weights are `source`. `files` are the files of an artifact as verified, which
     are read instead of those in the folder. Folders, sources and configurations are untrusted.
@@ -75,44 +77,44 @@ class Backend(Protocol):
 
     def describe(
         self,
-        model: nn.Module,
+        model: Model,
         model_config: str | dict[str, Any] | None,
         folder: Path | None,
         sibling: nn.Module | None,
     ) -> None:
         """Attach the configuration to a model of a library (in `DESCRIBED`) whose models do not keep theirs."""
 
-    def cast(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def cast(self, model: Model, dtype: torch.dtype) -> None:
         """Convert a model to a dtype in place, as the library does."""
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def save(self, model: nn.Module, folder: Path, max_shard_size: str | int) -> None:
+    def save(self, model: Model, folder: Path, max_shard_size: str | int) -> None:
         """Write weights and configuration as the library does."""
 
-    def save_config(self, model: nn.Module, folder: Path) -> None:
+    def save_config(self, model: Model, folder: Path) -> None:
         """Write the configuration alone."""
 
-    def saved_names(self, model: nn.Module) -> list[str]:
+    def saved_names(self, model: Model) -> list[str]:
         """List the tensors that `save` writes, tied ones once."""
 
-    def file_form(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def file_form(self, model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors from the model's names and shapes to those of its files."""
 
-    def index_metadata(self, model: nn.Module) -> dict[str, Any]:
+    def index_metadata(self, model: Model) -> dict[str, Any]:
         """Return the library's own entries in the index of sharded weights."""
 
     # ---- tensors of experts ------------------------------------------------------------------------------------------
 
     def align(
-        self, model: nn.Module, source: Source
+        self, model: Model, source: Source
     ) -> tuple[dict[str, tuple[TensorInfo, Callable[[], Tensor]]], list[str]]:
         """Return a checkpoint's tensors under the model's names, read on demand, and its names that do not fit."""
 
-    def check_configuration(self, model: nn.Module, source: Source, *, is_base: bool = False) -> None:
+    def check_configuration(self, model: Model, source: Source, *, is_base: bool = False) -> None:
         """Refuse an expert, or the base, whose configuration makes it compute otherwise than the model."""
 
-    def head_names(self, model: nn.Module, names: list[str]) -> set[str]:
+    def head_names(self, model: Model, names: list[str]) -> set[str]:
         """Return which parameters belong to the output layer of a task."""
 
     # ---- labels and tokens -------------------------------------------------------------------------------------------
@@ -120,39 +122,39 @@ class Backend(Protocol):
     def labels_of(self, source: Source) -> dict[str, Any]:
         """Return a checkpoint's label maps, `id2label` and `label2id`; empty if it has none."""
 
-    def num_labels(self, model: nn.Module) -> int | None:
+    def num_labels(self, model: Model) -> int | None:
         """Return the number of classes; None if the model is no classifier."""
 
-    def set_labels(self, model: nn.Module, labels: dict[str, Any]) -> None:
+    def set_labels(self, model: Model, labels: dict[str, Any]) -> None:
         """Give a classifier's configuration the labels of a task."""
 
-    def vocabulary_names(self, model: nn.Module, inventory: Inventory) -> list[str]:
+    def vocabulary_names(self, model: Model, inventory: Inventory) -> list[str]:
         """Return the parameters with one row per token; empty if tasks cannot have tokens of their own."""
 
-    def resize_vocabulary(self, model: nn.Module, size: int, widest: int, base: Source) -> None:
+    def resize_vocabulary(self, model: Model, size: int, widest: int, base: Source) -> None:
         """Give a model `size` tokens; special tokens from there up to `widest` become those of the base."""
 
-    def set_vocabulary(self, model: nn.Module, size: int, token_ids: Mapping[str, Any]) -> None:
+    def set_vocabulary(self, model: Model, size: int, token_ids: Mapping[str, Any]) -> None:
         """Give a model's configuration the vocabulary size and special tokens of a task."""
 
-    def own_token_ids(self, model: nn.Module, source: Source, size: int) -> dict[str, Any]:
+    def own_token_ids(self, model: Model, source: Source, size: int) -> dict[str, Any]:
         """Return an expert's special token ids that differ from the model's and are among its `size` tokens."""
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
-    def main_inputs(self, model: nn.Module) -> tuple[str, ...]:
+    def main_inputs(self, model: Model) -> tuple[str, ...]:
         """Return the names of the model's main inputs; of a dual encoder, those that are not text."""
 
-    def row_inputs(self, model: nn.Module) -> tuple[str, ...]:
+    def row_inputs(self, model: Model) -> tuple[str, ...]:
         """Return the names of inputs that tell how many rows a batch has; the first that is given counts."""
 
-    def feature_root(self, model: nn.Module) -> nn.Module:
+    def feature_root(self, model: Model) -> nn.Module:
         """Return the module in which inputs become features."""
 
-    def feature_call(self, model: nn.Module) -> tuple[str, str]:
+    def feature_call(self, model: Model) -> tuple[str, str]:
         """Return the path of the submodule that turns inputs into features, and its method that does."""
 
-    def is_dual_encoder(self, model: nn.Module) -> bool:
+    def is_dual_encoder(self, model: Model) -> bool:
         """Return whether a model encodes two inputs separately, such as CLIP."""
 
     def is_text_parameter(self, name: str) -> bool:

@@ -137,7 +137,7 @@ def _read_weights(files: FolderFiles, folder: str) -> dict[str, Tensor]:
 
 
 def _check_dense(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    shapes = {"linear.weight": (values.get("out_features"), values.get("in_features"))}
+    shapes: dict[str, tuple[Any, ...]] = {"linear.weight": (values.get("out_features"), values.get("in_features"))}
     if values.get("bias", True):
         shapes["linear.bias"] = (values.get("out_features"),)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -148,7 +148,8 @@ def _check_dense(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
 def _activation(value: Any, path: Path) -> str:
     named = ACTIVATION.fullmatch(value) if isinstance(value, str) else None
     found = getattr(torch.nn, named[1], None) if named else None
-    if not (isinstance(found, type) and issubclass(found, nn.Module)) or f"{found.__module__}.{named[1]}" != value:
+    is_module = isinstance(found, type) and issubclass(found, nn.Module)
+    if named is None or not is_module or f"{found.__module__}.{named[1]}" != value:
         raise CheckpointError(f"{path} asks for the activation {brief(value)}, which is no module of torch.nn.")
     return value
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -18,42 +18,24 @@ from ..checkpoints.sources import Source
 from ..errors import CheckpointError, RetexError, first_line
 from .config_limits import check_weights, limited_model
 from .containment import contained
-from .named_tensors import align, check_names, file_form, fill, index_metadata, save_tensors, saved_names
-from .not_supported import (
-    own_token_ids,
-    resize_vocabulary,
-    set_vocabulary,
-)
-from .plain_modules import (
-    cast,
-    feature_call,
-    feature_root,
-    is_dual_encoder,
-    is_text_parameter,
-    main_inputs,
-    row_inputs,
-    vocabulary_names,
-)
+from .named_tensors import align as align
+from .named_tensors import check_names, fill, save_tensors
+from .named_tensors import file_form as file_form
+from .named_tensors import index_metadata as index_metadata
+from .named_tensors import saved_names as saved_names
+from .not_supported import own_token_ids as own_token_ids
+from .not_supported import resize_vocabulary as resize_vocabulary
+from .not_supported import set_vocabulary as set_vocabulary
+from .plain_modules import cast as cast
+from .plain_modules import feature_call as feature_call
+from .plain_modules import feature_root as feature_root
+from .plain_modules import is_dual_encoder as is_dual_encoder
+from .plain_modules import is_text_parameter as is_text_parameter
+from .plain_modules import main_inputs as main_inputs
+from .plain_modules import row_inputs as row_inputs
+from .plain_modules import vocabulary_names as vocabulary_names
 from .same_computation import check_alike, structure_difference
 from .untrusted_config import TIMM_DATA, vet_timm_config
-
-__all__ = [
-    "align",
-    "cast",
-    "feature_call",
-    "feature_root",
-    "file_form",
-    "index_metadata",
-    "is_dual_encoder",
-    "is_text_parameter",
-    "main_inputs",
-    "own_token_ids",
-    "resize_vocabulary",
-    "row_inputs",
-    "saved_names",
-    "set_vocabulary",
-    "vocabulary_names",
-]
 
 NAME = "timm"
 CONFIG = "config.json"
@@ -62,8 +44,19 @@ NAMES_FIELDS = False
 # Attribute that holds the model's `config.json` as a dict, which timm does not keep.
 CONFIG_ATTRIBUTE = "timm_config"
 
+if TYPE_CHECKING:
 
-def owns(model: nn.Module) -> bool:
+    class TimmModel(nn.Module):
+        """What timm's models, which have no class of their own, have in common."""
+
+        pretrained_cfg: Mapping[str, Any]
+        num_classes: int
+        num_features: int
+
+        def get_classifier(self) -> nn.Module | tuple[nn.Module, ...] | list[nn.Module]: ...
+
+
+def owns(model: nn.Module) -> TypeGuard[TimmModel]:
     """Return whether `timm.create_model` makes such a model; custom classes built on timm do not count."""
     place = type(model).__module__
     return (
@@ -81,7 +74,7 @@ def architecture(folder: Path) -> str:
     return str(vetted_config(folder)["architecture"])
 
 
-def architecture_of(model: nn.Module) -> str:
+def architecture_of(model: TimmModel) -> str:
     """Return timm's name for a model's architecture."""
     config = getattr(model, CONFIG_ATTRIBUTE, None)
     return str(config["architecture"] if config else model.pretrained_cfg.get("architecture"))
@@ -162,7 +155,7 @@ def plan(folder: Path, source: Source, *, files: FolderFiles | None = None) -> n
 
 
 def describe(
-    model: nn.Module,
+    model: TimmModel,
     model_config: str | dict[str, Any] | None,
     folder: Path | None = None,
     sibling: nn.Module | None = None,
@@ -239,7 +232,7 @@ def save_config(model: nn.Module, folder: Path) -> None:
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def head_names(model: nn.Module, names: list[str]) -> set[str]:
+def head_names(model: TimmModel, names: list[str]) -> set[str]:
     """Return the parameters of the classifier, or of both where there are two."""
     found = model.get_classifier() if num_labels(model) else ()
     heads = set(found) if isinstance(found, (tuple, list)) else {found}
@@ -256,11 +249,11 @@ def labels_of(source: Source) -> dict[str, Any]:
     return {"id2label": {str(key): str(value) for key, value in named}} if names else {}
 
 
-def num_labels(model: nn.Module) -> int | None:
+def num_labels(model: TimmModel) -> int | None:
     return model.num_classes or None
 
 
-def set_labels(model: nn.Module, labels: dict[str, Any]) -> None:
+def set_labels(model: TimmModel, labels: dict[str, Any]) -> None:
     """Give a model the label names of a task."""
     names = list(labels["id2label"].values())
     config = deepcopy(getattr(model, CONFIG_ATTRIBUTE)) | {"num_classes": len(names), "label_names": names}

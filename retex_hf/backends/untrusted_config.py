@@ -22,6 +22,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, brief
 
@@ -95,7 +96,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{name} is not supported: code that comes with a checkpoint is never run.")
 
 
-def vet_transformers_config(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:
+def vet_transformers_config(
+    values: Mapping[str, Any], path: Path, config_class: type[PreTrainedConfig] | None
+) -> dict[str, Any]:
     """Return the part of a `config.json` that transformers may read, by the rules of this module.
 
     `config_class` is the class that will read it. If it is None, every key counts as read.
@@ -176,9 +179,9 @@ def _check_norms(model: Mapping[str, Any], path: Path) -> None:
 
 
 def _without(values: Mapping[str, Any], left_out: Mapping[str, Any]) -> Any:
-    model = values.get("model_cfg")
     if not left_out:
-        return model
+        return values.get("model_cfg")
+    model = values["model_cfg"]
     text = {key: value for key, value in model["text_cfg"].items() if key not in left_out}
     return {**model, "text_cfg": text}
 
@@ -243,7 +246,7 @@ def _is_plain(key: str, value: Any) -> bool:
     return not _names_something(key) and len(value) <= LONGEST_WORD and PLAIN.fullmatch(value) is not None
 
 
-def _vetted(values: Mapping[str, Any], path: Path, config_class: type | None) -> dict[str, Any]:
+def _vetted(values: Mapping[str, Any], path: Path, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:
     read = _keys_read_by(config_class)
     kept: dict[str, Any] = {}
     for key, value in values.items():
@@ -269,9 +272,9 @@ def _vetted(values: Mapping[str, Any], path: Path, config_class: type | None) ->
     return kept
 
 
-def _vetted_list(key: str, values: list[Any], path: Path, config_class: type | None) -> list[Any]:
+def _vetted_list(key: str, values: list[Any], path: Path, config_class: type[PreTrainedConfig] | None) -> list[Any]:
     read = _keys_read_by(config_class)
-    kept = []
+    kept: list[Any] = []
     for value in values:
         if isinstance(value, Mapping):
             kept.append(_vetted(value, path, None))
@@ -286,7 +289,7 @@ def _vetted_list(key: str, values: list[Any], path: Path, config_class: type | N
     return kept
 
 
-def _is_allowed(key: str, value: str, path: Path, config_class: type | None) -> bool:
+def _is_allowed(key: str, value: str, path: Path, config_class: type[PreTrainedConfig] | None) -> bool:
     if key in OF_TIMM:
         return _check_timm_name(key, value, path)
     if value == _default(config_class, key):
@@ -315,7 +318,7 @@ def _check_implementation(key: str, value: Any, path: Path) -> None:
         )
 
 
-def _keys_read_by(config_class: type | None) -> set[str] | None:
+def _keys_read_by(config_class: type[PreTrainedConfig] | None) -> set[str] | None:
     """Return the keys that a configuration class declares; None where the class is not known."""
     if config_class is None:
         return None
@@ -323,12 +326,14 @@ def _keys_read_by(config_class: type | None) -> set[str] | None:
     return names | config_class.attribute_map.keys() | set(OF_TIMM)
 
 
-def _default(config_class: type | None, key: str) -> Any:
+def _default(config_class: type[PreTrainedConfig] | None, key: str) -> Any:
     fields = () if config_class is None else dataclasses.fields(config_class)
     return next((field.default for field in fields if field.name == key), None)
 
 
-def _nested_class(config_class: type | None, key: str, values: Mapping[str, Any]) -> type | None:
+def _nested_class(
+    config_class: type[PreTrainedConfig] | None, key: str, values: Mapping[str, Any]
+) -> type[PreTrainedConfig] | None:
     """Return the class that reads a nested configuration; None where it is not known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -336,7 +341,7 @@ def _nested_class(config_class: type | None, key: str, values: Mapping[str, Any]
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return CONFIG_MAPPING[kind]
     found = getattr(config_class, "sub_configs", {}).get(key)
-    return found if dataclasses.is_dataclass(found) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedConfig) else None
 
 
 def part(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:

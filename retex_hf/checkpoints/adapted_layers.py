@@ -67,7 +67,10 @@ def layer_changes(
                 "target_modules."
             )
         owner = model.get_submodule(names[module])
-        settings = source.tuner.of(module, tuple(owner.weight.shape))
+        weight, tuner = owner.weight, source.tuner
+        # Modules are found by their weights, and only adapters that are merged by layers have any here.
+        assert isinstance(weight, Tensor) and tuner is not None
+        settings = tuner.of(module, tuple(weight.shape))
         if source.kind == "IA3":
             settings["feedforward_modules"] = [MODULE] if source.modules.is_feedforward(module, model) else []
         layer = _Layer(source, source.kind, module, names[module], owner, settings, layers.modules[module])
@@ -105,7 +108,7 @@ class _Layer:
         for part, key in self.parts.items():
             if not part.endswith(WHOLE_NUMBERS):
                 check_floating(self.source.label, key, self.source.infos[key].dtype)
-        found = {
+        found: dict[str, Change] = {
             f"{self.name}.{parameter}": partial(self.change, parameter)
             for parameter, tensor in self.owner._parameters.items()
             if tensor is not None
@@ -176,6 +179,7 @@ class _Shared:
         if source.settings.get("save_projection", True):
             return {name: self._read(name) for name in names}
         rows, columns = (max(sides) for sides in zip(*map(_sides, self._owners), strict=True))
+        assert source.tuner is not None  # all types with projections are merged by layers
         settings = source.tuner.of("", (rows, columns))
         return derive_projections(source.kind, settings, rows, columns)
 
@@ -218,9 +222,10 @@ def _check_complete(source: AdapterSource, model: nn.Module, names: Mapping[str,
 
 def _sides(owner: nn.Module) -> tuple[int, int]:
     """Return the numbers of outputs and inputs of a linear layer."""
-    if owner.weight.ndim != 2:
+    weight = owner.weight
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise CheckpointError(f"it is a {type(owner).__name__}, expected a linear layer")
-    rows, columns = owner.weight.shape
+    rows, columns = weight.shape
     return (columns, rows) if isinstance(owner, Conv1D) else (rows, columns)
 
 
@@ -234,7 +239,7 @@ def _adalora(settings: Mapping[str, Any], parts: Mapping[str, Tensor]) -> dict[s
 
 def _tokens(source: AdapterSource, module: str) -> list[int]:
     """Return the ids of the tokens that are trained in a module: one list for the embedding, or one per name."""
-    found = source.settings.get("trainable_token_indices")
+    found: Any = source.settings.get("trainable_token_indices")
     if isinstance(found, dict):
         found = next((value for key, value in found.items() if f".{module}".endswith(f".{key}")), None)
     allowed = TUNERS[TOKENS].settings["token_indices"]

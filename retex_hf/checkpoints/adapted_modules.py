@@ -73,8 +73,8 @@ class AdaptedModules:
         return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _model_type(model: nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
+def _model_type(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", None) or ""
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:

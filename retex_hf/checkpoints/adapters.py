@@ -7,7 +7,7 @@ Nothing is merged beforehand, and no model is held. With LoRA, a tensor of such 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
@@ -29,11 +29,11 @@ from .tuners import REMEDY, TunerSettings, tuner_of
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
 PREFIX, SHARED_PREFIX = "base_model.model.", "base_model."
-# The Auto class of each task type of peft: {model type: class name}.
 if TYPE_CHECKING:
     from ..backends import Backend
 
-TASK_CLASSES = {
+# The Auto class of each task type of peft: {model type: class name}.
+TASK_CLASSES: dict[str, Mapping[str, str | Sequence[str]]] = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
@@ -81,7 +81,7 @@ class AdapterSource(Source):
     """An expert that is an adapter. `infos` and `read` give the adapter's own tensors, `settings` is the content of its
     `adapter_config.json`; [`align_source`] combines this and the base into the expert."""
 
-    tensors: Source | None = None
+    tensors: Source = field(kw_only=True)
     settings: dict[str, Any] = field(default_factory=dict)
     # Whether the source holds the base's tensors too, changed already: then it is the whole expert.
     own_base: ClassVar[bool] = False
@@ -130,7 +130,7 @@ class AdapterSource(Source):
         if self.model is not None:
             return type(self.model).__name__
         named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
-        classes = TASK_CLASSES.get(self.settings.get("task_type"))
+        classes = TASK_CLASSES.get(self.settings.get("task_type", ""))
         if named or classes is None or model_type is None:
             return named
         if model_type not in classes:
@@ -150,8 +150,9 @@ def is_adapter(folder: Path) -> bool:
 
 def open_adapter(tensors: Source, settings: dict[str, Any], **kwargs: Any) -> AdapterSource:
     """Return a source over an adapter's tensors; refuse one whose merged weights do not follow from it and the base."""
-    label, kind = tensors.label, settings.get("peft_type")
-    tuner_of(kind, label)
+    label = tensors.label
+    tuner_of(settings.get("peft_type"), label)
+    kind = settings["peft_type"]
     kwargs["provenance"] = kwargs.get("provenance", {}) | {"adapter": kind.lower()}
     _check_settings(label, settings)
     if kind == "LORA":
@@ -247,16 +248,16 @@ def align_source(library: Backend, model: nn.Module, source: Source, base: Entri
         found = [changes[name](before) if name in changes else values[name] for name in changed]
         if found:
             label = f"{source.label}: tensor {names[0]!r}"
-            found += [known] if untouched else []
+            found += [known] if untouched and known is not None else []
             known = (found[0][0], partial(_read_alike, label, [read for _, read in found]))
-        if found or any(name in originals for name in names):
+        if known is not None and (found or any(name in originals for name in names)):
             entries |= dict.fromkeys(names, known)
     return entries, []
 
 
 def _align_whole(library: Backend, model: nn.Module, source: AdapterSource) -> tuple[Entries, list[str]]:
     """Align an adapter that comes with its base; what is tied in the model may differ by rounding only."""
-    parts = {name: (info, partial(source.read, name)) for name, info in source.infos.items()}
+    parts: Entries = {name: (info, partial(source.read, name)) for name, info in source.infos.items()}
     entries, unexpected = library.align(model, _Lazy(source.label, source.infos, entries=parts))
     for names in _ties(model):
         present = [name for name in names if name in entries]
@@ -340,12 +341,13 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 def _model_names(library: Backend, model: nn.Module, source: AdapterSource, layers: Layers) -> dict[str, str]:
     """Map the adapter's names of modules, which are those of its own base, to the model's."""
-    probes = {
-        f"{name}.weight": (TensorInfo((), torch.float32), partial(str, name))
-        for name in (*layers.modules, *layers.tokens)
+    modules = [*layers.modules, *layers.tokens]
+    probes: Entries = {
+        f"{name}.weight": (TensorInfo((), torch.int64), partial(torch.tensor, place))
+        for place, name in enumerate(modules)
     }
     found = _aligned(library, model, source, probes)
-    return {read(): name.rpartition(".")[0] for name, (_, read) in found.items()}
+    return {modules[int(read())]: name.rpartition(".")[0] for name, (_, read) in found.items()}
 
 
 def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entries], Entries, Layers]:
@@ -387,10 +389,10 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entri
         # merging as well as in training.
         delta.times = 2 if module != wrapped else 1
         _put(source, deltas, f"{module}.{parameter}", (delta.info, delta.read))
-        key, bias = parts.get("lora_B.bias"), f"{module}.bias"
+        bias_key, bias = parts.get("lora_B.bias"), f"{module}.bias"
         # With lora_bias peft also gives a bias to layers without one, where it has no effect.
-        if key is not None and (bias in known or source.read(key).any()):
-            _put(source, deltas, bias, (source.infos[key], partial(delta.scaled, key)))
+        if bias_key is not None and (bias in known or source.read(bias_key).any()):
+            _put(source, deltas, bias, (source.infos[bias_key], partial(delta.scaled, bias_key)))
     return (originals, values), deltas, layers
 
 
@@ -462,7 +464,9 @@ class _Delta:
         stacked, targeted = 0, source.targets(f"{module}.{parameter}")
         name = f"{module}.{parameter}" if targeted else module
         rank, alpha = source.rank(name), source.alpha(name)
-        if targeted and (full := model.get_submodule(module)._parameters[parameter]).ndim == 3:
+        owner = submodule(model, module)
+        full = None if owner is None else owner._parameters.get(parameter)
+        if targeted and full is not None and full.ndim == 3:
             stacked = full.shape[0]
         fits = min(len(a), len(b)) > 1 and a[0] == b[1] == rank * max(stacked, 1) and set(b[2:]) <= {1}
         if not fits or ((embedding or stacked) and len(a) + len(b) > 4):
@@ -471,8 +475,9 @@ class _Delta:
                 f"rank {rank}."
             )
         transposed = embedding
+        shape: tuple[int, ...]
         if stacked:
-            transposed = bool(getattr(model.get_submodule(module), "is_transposed", False))
+            transposed = bool(getattr(owner, "is_transposed", False))
             shape = (stacked, a[1], b[0]) if transposed else (stacked, b[0], a[1])
         else:
             shape = (a[1], b[0]) if embedding else (b[0], *a[1:])

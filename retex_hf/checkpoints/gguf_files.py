@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 from transformers.integrations.gguf.reader import GgufHeader, LazyGgufTensor, load_gguf_state_dict
 from transformers.modeling_gguf_pytorch_utils import (
@@ -34,6 +35,9 @@ from transformers.utils.import_utils import is_gguf_available
 
 from ..errors import CheckpointError, brief, first_line
 from .sources import LONGEST_NAME, MemorySource, Source, TensorInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SUFFIX = ".gguf"
 # Processors that map one tensor to one tensor. Others fuse or split a layer's experts.
@@ -64,7 +68,7 @@ class GgufSource(Source):
             stored = dequantize(stored, tensor.ggml_type)
         return stored.float().reshape(self.infos[name].shape)
 
-    def for_model(self, model: nn.Module) -> NamedTensors:
+    def for_model(self, model: PreTrainedModel) -> NamedTensors:
         """Return the tensors under the names of a transformers model, and in its layout."""
         if not is_gguf_available():
             raise CheckpointError(
@@ -85,14 +89,16 @@ class GgufSource(Source):
         names = get_gguf_hf_weights_map(model, processor, model_type=self.architecture)
         if "lm_head.weight" in model.state_dict():
             names.setdefault("output.weight", "lm_head.weight")
-        infos, reads, known = {}, {}, model.state_dict()
+        infos: dict[str, TensorInfo] = {}
+        reads: dict[str, Callable[[], Tensor]] = {}
+        known = model.state_dict()
         for name in self.infos:
             target = names.get(name, name)
             if target in known:
                 infos[target] = TensorInfo(tuple(known[target].shape), torch.float32)
-                reads[target] = lambda name=name, shape=known[target].shape: self._converted(name, processor, shape)
+                reads[target] = partial(self._converted, name, processor, known[target].shape)
             elif name not in CONSTANTS:
-                infos[name], reads[name] = self.infos[name], lambda name=name: self.read(name)
+                infos[name], reads[name] = self.infos[name], partial(self.read, name)
         return NamedTensors(self.label, infos, reads=reads)
 
     def _converted(self, name: str, processor: TensorProcessor, shape: torch.Size) -> Tensor:

@@ -64,8 +64,14 @@ def from_json(path: Path, values: Any) -> dict[str, FileRecord]:
         if not is_inside(name):
             raise ArtifactError(f"{path} lists the file {brief(name)}, which is not the name of a file beside it.")
         size, digest = (value.get("size"), value.get("sha256")) if isinstance(value, dict) else (None, None)
-        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
-        if not is_size or not isinstance(digest, str) or not SHA256.fullmatch(digest) or len(value) != 2:
+        if (
+            not isinstance(size, int)
+            or isinstance(size, bool)
+            or size < 0
+            or not isinstance(digest, str)
+            or not SHA256.fullmatch(digest)
+            or len(value) != 2
+        ):
             raise ArtifactError(f"{path}: the file {name!r} is described by {brief(value)}.")
         records[name] = FileRecord(size, digest)
     return records

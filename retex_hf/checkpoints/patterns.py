@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError, brief
 
@@ -33,6 +33,7 @@ ANCHORS = (START, END, BOUNDARY)
 Node = tuple[int, Any]
 # A kind, a test of the next character (of a STEP), and the states that follow.
 State = tuple[int, Callable[[str], Any] | None, tuple[int, ...]]
+Default = TypeVar("Default")
 
 
 class PatternError(ValueError):
@@ -77,7 +78,7 @@ class Pattern:
                     return True, steps
                 char = name[place - 1] if place else ""
                 known = (self._states[state] for state in states)
-                states = {after[0] for kind, fits, after in known if kind == STEP and char and fits(char)}
+                states = {after[0] for _, fits, after in known if char and fits is not None and fits(char)}
                 if not states:
                     break
         return False, steps
@@ -146,7 +147,7 @@ class Patterns:
             except PatternError as error:
                 raise CheckpointError(f"{where} has {brief(text)}, which {error}: expected {SYNTAX}.") from None
 
-    def value(self, name: str, default: float) -> float:
+    def value(self, name: str, default: Default) -> float | Default:
         """Return the value of a module, or the default if no pattern matches its name."""
         for text, pattern, value in self._patterns:
             try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_line
 from .adapters import AdapterSource, check_variants
-from .sources import Source, TensorInfo, check_plain
+from .sources import MemorySource, Source, TensorInfo, check_plain
 from .tuner_layers import aside
 from .tuners import TunerSettings, tuner_of
 
@@ -33,8 +33,8 @@ WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 class PeftModelSource(AdapterSource):
     """Tensors of a `PeftModel` under the names of its base, with the active adapter merged as they are read.
 
-    `model` is the base without peft's wrappers, which shares its tensors; `adapted` names the wrapper of each tensor
-    that an adapter changes.
+    `model` is the base without peft's wrappers, which shares its tensors, and `tensors` are these; `adapted` names the
+    wrapper of each tensor that an adapter changes.
     """
 
     adapted: dict[str, str] = field(default_factory=dict)
@@ -44,11 +44,10 @@ class PeftModelSource(AdapterSource):
     def __post_init__(self) -> None:
         # The object itself shows which modules are adapted, so the patterns of the configuration are not parsed.
         self.kind = self.settings["peft_type"]
-        self._plain = self.model.state_dict()
 
     def read(self, name: str) -> Tensor:
         if name not in self.adapted:
-            return self._plain[name].detach()
+            return self.tensors.read(name)
         place = self.adapted[name]
         try:
             with aside(), torch.no_grad():
@@ -92,13 +91,22 @@ def open_peft_model(model: PeftModel, label: str) -> PeftModelSource:
         "adapter": kind.lower(),
     }
     return PeftModelSource(
-        label, infos, model=plain, provenance=provenance, settings=settings, adapted=adapted, wrappers=wrappers
+        label,
+        infos,
+        model=plain,
+        provenance=provenance,
+        tensors=MemorySource(label, infos, tensors=plain.state_dict()),
+        settings=settings,
+        adapted=adapted,
+        wrappers=wrappers,
     )
 
 
 def _settings(config: Any) -> dict[str, Any]:
     """Return a configuration as `adapter_config.json` would hold it."""
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    settings: dict[str, Any] = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+    }
     return settings | {"peft_type": str(settings["peft_type"].value)}
 
 
@@ -214,8 +222,10 @@ def _merged(wrapper: nn.Module, dtype: torch.dtype) -> nn.Module:
     for layer in copied.modules():
         if isinstance(layer, LoraLayer):
             _drop_empty_biases(layer)
-    if hasattr(copied, "unload_and_optionally_merge_module"):
-        return copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    unload = getattr(copied, "unload_and_optionally_merge_module", None)
+    if unload is not None:
+        return unload(merge=True, safe_merge=False, adapter_names=None)
+    assert isinstance(copied, BaseTunerLayer)  # the other wrappers have that method
     copied.merge()
     return copied.get_base_layer()
 
@@ -224,5 +234,5 @@ def _drop_empty_biases(layer: LoraLayer) -> None:
     """Drop adapter biases of zeros where the base has no bias: peft would refuse to merge the layer."""
     if getattr(layer.get_base_layer(), "bias", None) is None:
         for adapter, has_bias in layer.lora_bias.items():
-            if has_bias and not layer.lora_B[adapter].bias.any():
+            if has_bias and not layer.lora_B[adapter].get_parameter("bias").any():
                 layer.lora_bias[adapter] = False

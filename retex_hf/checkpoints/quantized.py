@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 class UnpackedSource(Source):
     """The tensors of a quantised checkpoint in floating point: dequantised when they are read, or stored plain."""
 
-    tensors: Source | None = None
+    tensors: Source = field(kw_only=True)
     unpacked: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
@@ -70,6 +70,7 @@ def unpack(source: Source, config: Mapping[str, Any]) -> UnpackedSource:
         )
     packed = METHODS[method](_Packed(source, method), settings)
     if not packed.weights:
+        assert source.folder is not None  # where `config` is from
         raise CheckpointError(
             f"{source.label}: {source.folder / 'config.json'} has a quantization_config of {method}, but no tensor is "
             "packed so: take it out of there if the weights are plain."
@@ -122,7 +123,7 @@ class _Packed:
         self.used.add(name)
         return info
 
-    def refuse(self, name: str) -> None:
+    def refuse(self, name: str) -> NoReturn:
         info = self.source.infos[name]
         raise CheckpointError(
             f"{self.source.label}: tensor {name!r} has shape {info.shape} and dtype {info.dtype}, which {self.method} "
@@ -141,7 +142,7 @@ class _Packed:
     def add(self, name: str, shape: tuple[int, ...], compute: Callable[..., Tensor], *parts: str) -> None:
         self.weights[name] = (shape, lambda: compute(*(self.source.read(part) for part in parts)))
 
-    def refuse_setting(self, key: str, value: Any, expected: str) -> None:
+    def refuse_setting(self, key: str, value: Any, expected: str) -> NoReturn:
         raise CheckpointError(
             f"{self.source.label} is quantised by {self.method} with {key}={brief(value, 60)}, expected {expected}: "
             f"{REMEDY}."
@@ -341,11 +342,12 @@ def _compressed_tensors(packed: _Packed, settings: Mapping[str, Any]) -> _Packed
 
 def _add_packed(packed: _Packed, module: str, scale: tuple[int, ...], settings: Mapping[str, Any]) -> None:
     groups = settings.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    bits = {entry.get("num_bits") if isinstance(entry, dict) else None for entry in weights}
-    if bits not in ({4}, {8}):
-        packed.refuse_setting("num_bits", sorted(map(str, bits)), "4 or 8")
-    (bits,) = bits
+    entries = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [entry.get("weights") if isinstance(entry, dict) else None for entry in entries]
+    found = [weight.get("num_bits") if isinstance(weight, dict) else None for weight in weights]
+    bits = found[0] if found and all(number == found[0] for number in found) else None
+    if not isinstance(bits, int) or bits not in (4, 8):
+        packed.refuse_setting("num_bits", sorted({str(number) for number in found}), "4 or 8")
     rows, columns = packed.info(f"{module}.weight_packed", 2, torch.int32).shape
     name = f"{module}.weight_shape"
     if prod(packed.info(name, 1, torch.int64, torch.int32).shape) != 2:

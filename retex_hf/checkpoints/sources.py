@@ -67,7 +67,7 @@ class Source(ABC):
         digest = hashlib.blake2b()
         for name in self.infos:
             digest.update(name.encode())
-            digest.update(self.read(name).detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(self.read(name).detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return {"digest": digest.hexdigest()}
 
 
@@ -137,7 +137,7 @@ def open_files(
 ) -> Source:
     """Return a source over weight files, all safetensors (with `more_dtypes` allowed) or all `torch.save` files."""
     if all(file.suffix == ".safetensors" for file in files):
-        return _open_safetensors(files, label, SAFETENSORS_DTYPES | (more_dtypes or {}), **kwargs)
+        return _open_safetensors(files, label, {**SAFETENSORS_DTYPES, **(more_dtypes or {})}, **kwargs)
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_torch_file(file).items():
@@ -156,7 +156,8 @@ def _check_name(file: Path, name: Any, known: Mapping[str, Any]) -> None:
 def _open_safetensors(
     files: list[Path], label: str, dtypes: Mapping[str, torch.dtype], **kwargs: Any
 ) -> SafetensorsSource:
-    infos, handles = {}, {}
+    infos: dict[str, TensorInfo] = {}
+    handles: dict[str, Any] = {}
     for file in files:
         try:
             handle = safe_open(file, framework="pt")

@@ -188,7 +188,8 @@ def map_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
     for name, (start, _) in data_offsets(infos).items():
         info = infos[name]
         first = (len(header) + start) // info.dtype.itemsize
-        tensors[name] = torch.empty(0, dtype=info.dtype).set_(storage, first, info.shape)
+        # torch's annotations lack the form without strides, and the class that `from_file` returns.
+        tensors[name] = torch.empty(0, dtype=info.dtype).set_(storage, first, info.shape)  # type: ignore[call-overload]
     return tensors
 
 

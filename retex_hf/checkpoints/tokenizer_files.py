@@ -101,7 +101,9 @@ def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source], kept: 
     The tokenizers of the tasks in `kept` are saved too.
     """
     own = _folder_of(base)
-    for task, source in experts.items() if own is not None else ():
+    if own is None:
+        return
+    for task, source in experts.items():
         if task in kept:
             continue
         folder = _folder_of(source)

@@ -78,6 +78,11 @@ class _Storage:
     def dtype(self) -> torch.dtype | None:
         return STORAGES.get(self.kind)
 
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number, of a dtype that is read."""
+        return STORAGES[self.kind].itemsize
+
 
 @dataclass(frozen=True)
 class _View:
@@ -226,7 +231,7 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, Places]:
             raise _Refusal(DAMAGED)
         if storage.dtype is None:
             break  # its length is unknown, and so is where the next one begins
-        length = numel * storage.dtype.itemsize
+        length = numel * storage.itemsize
         if place + 8 + length > size:
             raise _Refusal(DAMAGED)
         places[key] = (place + 8, length)
@@ -237,7 +242,7 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, Places]:
 # ---- the pickle ------------------------------------------------------------------------------------------------------
 
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-MADE = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": lambda: _Other("a set")}
+MADE: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": lambda: _Other("a set")}
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"}
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
@@ -256,6 +261,7 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
     memo: dict[int, Any] = {}
 
     steps = 0
+    argument: Any  # its type depends on the instruction
 
     def take(count: int) -> None:
         nonlocal steps
@@ -424,7 +430,7 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
     # One storage per key, whatever dtypes and lengths the tensors declare, so that each is copied at most once.
     widest: dict[str, int] = {}
     for storage in {view.storage for view in views}:
-        widest[storage.key] = max(widest.get(storage.key, 1), storage.dtype.itemsize)
+        widest[storage.key] = max(widest.get(storage.key, 1), storage.itemsize)
     storages: dict[str, torch.UntypedStorage] = {}
     for key, itemsize in widest.items():
         start, length = places[key]
@@ -452,7 +458,7 @@ def _check_place(what: str, view: _View, places: Places) -> None:
     if not is_shape or prod(size for size in view.size if size) > LARGEST_NUMBER:
         raise CheckpointError(f"{what} has a shape that is none: {brief(view.size)} in steps of {brief(view.stride)}.")
     _, length = places.get(storage.key, (0, -1))
-    there = length // storage.dtype.itemsize
+    there = length // storage.itemsize
     last = view.offset + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))
     if storage.numel > there or view.numel > storage.numel or (view.numel and last >= storage.numel):
         raise CheckpointError(
@@ -461,7 +467,7 @@ def _check_place(what: str, view: _View, places: Places) -> None:
 
 
 def _bytes(views: Iterable[_View]) -> int:
-    return sum(view.numel * view.storage.dtype.itemsize for view in views)
+    return sum(view.numel * view.storage.itemsize for view in views)
 
 
 def _tensor(view: _View, storage: torch.UntypedStorage) -> Tensor:

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, PeftType, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.boft import layer as boft_layer
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def merge_module(
 def derive_projections(kind: str, settings: Mapping[str, Any], rows: int, columns: int) -> dict[str, Tensor]:
     """Recompute the random projections that an adapter did not save, from its seed, for modules of at most this many
     rows and columns."""
-    rank = settings.get("r") or PEFT_TYPE_TO_CONFIG_MAPPING[kind]().r
+    rank = settings.get("r") or PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]().to_dict()["r"]
     bases = ceil(min(rows, columns) / rank) if kind == "RANDLORA" else 1
     if rank * bases * max(rows, columns) > MOST_NUMBERS:
         raise CheckpointError(f"asks for random projections of {brief(rank)} times {max(rows, columns)} numbers")
@@ -103,7 +103,7 @@ def aside() -> Iterator[None]:
     elsewhere), and keep BOFT from compiling its CUDA extension.
     """
     extension = boft_layer._FBD_CUDA
-    boft_layer._FBD_CUDA = False
+    boft_layer._FBD_CUDA = False  # type: ignore[assignment]  # peft's module says None, its initial value
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -133,7 +133,7 @@ def _with_parameters(owner: nn.Module, parameters: Mapping[str, Tensor]) -> nn.M
 
 
 def _wrap(kind: str, settings: Mapping[str, Any], module: nn.Module) -> PeftModel:
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
     known = {field.name for field in dataclasses.fields(config_class)}
     values = {**settings, "target_modules": [MODULE], "inference_mode": True}
     if "fan_in_fan_out" in known:
@@ -172,7 +172,7 @@ def _load(model: PeftModel, kind: str, parts: Mapping[str, Tensor]) -> None:
                 f"{tuple(expected[name].shape)}"
             )
     try:
-        result = set_peft_model_state_dict(model, given)
+        result = cast("nn.modules.module._IncompatibleKeys", set_peft_model_state_dict(model, given))
     except Exception as error:  # untrusted tensors can make peft raise anything
         raise CheckpointError(f"does not load into it: {first_line(error).rstrip('.')}") from error
     if result.unexpected_keys:
@@ -197,4 +197,4 @@ def _check_indices(parts: Mapping[str, Tensor], weight: Tensor) -> None:
 
 def default_targets(kind: str) -> Mapping[str, list[str]]:
     """Return the modules that peft adapts if a configuration names none, by model type."""
-    return getattr(PEFT_TYPE_TO_TUNER_MAPPING[kind], "target_module_mapping", None) or {}
+    return getattr(PEFT_TYPE_TO_TUNER_MAPPING[PeftType(kind)], "target_module_mapping", None) or {}

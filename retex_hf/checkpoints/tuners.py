@@ -229,7 +229,7 @@ class TunerSettings:
 
     def __init__(self, kind: str, settings: Mapping[str, Any], label: str) -> None:
         self._tuner, self._label = TUNERS[kind], label
-        self._values = {}
+        self._values: dict[str, Any] = {}
         for key, setting in self._tuner.settings.items():
             value = settings.get(key)
             if value is not None:

@@ -72,6 +72,7 @@ def align_vocabulary(
     sizes = {task: found.shape(tables[0])[0] for task, found in checkpoints.items()}
     names = [name for name in tables if not matches(name, heads)]
     rows = {task: {found.shape(name)[0] for name in names} for task, found in checkpoints.items()}
+    reason: str | None
     for task, (folder, checkpoint) in experts.items() if names else ():
         if len(rows[task]) != 1:
             reason = f"its tensors have {sorted(rows[task])} rows"

@@ -80,7 +80,7 @@ def readings(model: nn.Module, kwargs: Mapping[str, Any], rows: int, whole: froz
     by_rows = dict(_by_rows(tensors, rows))
     by_items = by_rows | _by_items(model, kwargs, tensors, rows)
     by_rows |= _where_present(model, kwargs, by_rows)
-    found = {
+    found: dict[str, Reading] = {
         name: reading
         for name, reading in {"items": by_items, "rows": by_rows}.items()
         if all(_covers(tensors[key], reading.get(key), rows) for key in tensors)
@@ -125,7 +125,8 @@ def _same(first: Reading, second: Reading, rows: int) -> bool:
 
 def _where_present(model: nn.Module, kwargs: Mapping[str, Any], by_rows: Reading) -> dict[str, Owned]:
     """Return inputs that hold padding in rows without placeholder tokens for them."""
-    ids, found = kwargs.get("input_ids"), {}
+    ids = kwargs.get("input_ids")
+    found: dict[str, Owned] = {}
     for kind, names in ITEMS.items():
         token = _placeholder(model, kind)
         given = [name for name in names if name in by_rows]

@@ -38,7 +38,7 @@ def count_rows(kwargs: Mapping[str, Any], names: tuple[str, ...], named: int | N
         raise InputError(f"No input says how many rows the batch has; expected one of {list(dict.fromkeys(names))}.")
     first = candidates[0]
     each = [isinstance(x, Tensor) and x.ndim > 0 and len(x) == named for x in first] if isinstance(first, list) else []
-    if each and all(each):
+    if named is not None and each and all(each):
         return named
     return len(first)
 

@@ -396,8 +396,8 @@ def _interrupted(parent: OpenFolder, target: Path) -> str | None:
     if found is None:
         return None
     name, inode = found
-    is_there = name in _stagings(parent, target.name, BUILDING) and parent.state(name).st_ino == inode
-    return name if is_there else None
+    state = parent.state(name) if name in _stagings(parent, target.name, BUILDING) else None
+    return name if state is not None and state.st_ino == inode else None
 
 
 def _is_work_of(parent: OpenFolder, name: str, identity: dict[str, Any]) -> bool:

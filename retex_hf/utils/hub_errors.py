@@ -101,7 +101,7 @@ def _reason(error: Exception, repo_id: str) -> str:
         return f"the token has no permission for that at {repo_id} (403)"
     if status == 412:
         return f"{repo_id} was changed by someone else meanwhile (412): push again"
-    if status is not None:
+    if isinstance(error, HfHubHTTPError):
         return f"the Hub answers {status}: {error.server_message or first_line(error)}"
     return _unreachable(error)
 

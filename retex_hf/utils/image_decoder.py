@@ -18,11 +18,6 @@ from typing import BinaryIO
 
 from PIL import Image, ImageOps
 
-try:
-    import resource
-except ModuleNotFoundError:  # Windows, where only pixels and time are limited
-    resource = None
-
 REQUEST, ANSWER = struct.Struct(">QQ"), struct.Struct(">BQQB")
 DECODED, TOO_LARGE, UNREADABLE = range(3)
 # Common formats only; other decoders are attack surface, and that of EPS runs a program.
@@ -84,14 +79,18 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 def _used() -> int:
     """Return the size of this process's address space in bytes; 0 where that is unknown and cannot be limited."""
     try:
+        import resource
+
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
-    except (OSError, AttributeError):
+    except (OSError, ModuleNotFoundError):  # Windows has no `resource`: only pixels and time are limited
         return 0
 
 
 def _limit(size: int) -> None:
     if _used():
+        import resource
+
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 

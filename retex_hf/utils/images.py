@@ -7,12 +7,12 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from shutil import copyfileobj
 from threading import Event, Lock, Timer
-from typing import BinaryIO
+from typing import IO
 
 from PIL import Image
 
@@ -24,6 +24,7 @@ from .image_decoder import ANSWER, DECODED, FORMATS, REQUEST, TOO_LARGE
 MOST_PIXELS = 100_000_000
 MOST_BYTES = 500_000_000
 SECONDS = 60.0
+PART_BYTES = 1 << 20
 
 
 class TooManyPixels(InputError):
@@ -67,7 +68,7 @@ def read_image(
         raise InputError(f"{name} is not an image that can be read: {reason}.") from None
 
 
-def _read(file: BinaryIO, size: int, name: str, most_pixels: int, seconds: float) -> Image.Image:
+def _read(file: IO[bytes], size: int, name: str, most_pixels: int, seconds: float) -> Image.Image:
     if size > MOST_BYTES:
         raise InputError(f"{name} has {size} bytes; images of at most {MOST_BYTES} are read.")
     try:
@@ -89,11 +90,11 @@ class _Decoder:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def forget(self) -> None:
         """Drop the process after a fork: it belongs to the parent."""
-        self.__init__()
+        self._lock, self._process = Lock(), None
 
     def stop(self) -> None:
         """Kill the process, if it runs."""
@@ -101,17 +102,20 @@ class _Decoder:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
                 with suppress(OSError):  # flushing the buffer to a process that is gone fails
                     pipe.close()
         self._process = None
 
-    def ask(self, file: BinaryIO, size: int, most_pixels: int, seconds: float) -> Image.Image | tuple[int, int] | None:
+    def ask(self, file: IO[bytes], size: int, most_pixels: int, seconds: float) -> Image.Image | tuple[int, int] | None:
         """Return an image, its size if that is too large, or None if it cannot be read.
 
         If the process takes longer than `seconds`, kill it and raise a TimeoutError.
         """
         with self._lock:
             process, late = self._running(), Event()
+            given, answers = process.stdin, process.stdout
+            assert given is not None and answers is not None
 
             def end() -> None:
                 late.set()
@@ -121,15 +125,15 @@ class _Decoder:
             watch.daemon = True
             watch.start()
             try:
-                process.stdin.write(REQUEST.pack(most_pixels, size))
-                copyfileobj(_Exactly(file, size), process.stdin, 1 << 20)
-                process.stdin.flush()
-                status, width, height, bands = ANSWER.unpack(_take(process.stdout, ANSWER.size))
+                given.write(REQUEST.pack(most_pixels, size))
+                given.writelines(_parts(file, size))
+                given.flush()
+                status, width, height, bands = ANSWER.unpack(_take(answers, ANSWER.size))
                 if status == TOO_LARGE:
                     return width, height
                 if status != DECODED or width * height > most_pixels or bands not in (1, 3):
                     return None
-                pixels = _take(process.stdout, width * height * bands)
+                pixels = _take(answers, width * height * bands)
                 return Image.frombuffer("L" if bands == 1 else "RGB", (width, height), pixels)
             except (OSError, EOFError):  # the process ended: a decoder crashed, or took too long
                 self.stop()
@@ -142,37 +146,30 @@ class _Decoder:
                 if late.is_set():
                     self.stop()
 
-    def _running(self) -> subprocess.Popen:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             # -P: do not search the script's folder for modules, whose names could shadow the standard library's.
             command = [sys.executable, "-P", image_decoder.__file__]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._process = subprocess.Popen(command, **pipes)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
         return self._process
 
 
-class _Exactly:
-    """A file of which exactly the announced number of bytes is read; an EOFError if it has become shorter."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._left = file, size
-
-    def read(self, count: int) -> bytes:
-        data = self._file.read(min(count, self._left))
-        if not data and self._left:
+def _parts(file: IO[bytes], size: int) -> Iterator[bytes]:
+    """Yield exactly the announced number of bytes of a file; raise an EOFError if it has become shorter."""
+    while size:
+        data = file.read(min(PART_BYTES, size))
+        if not data:
             raise EOFError
-        self._left -= len(data)
-        return data
+        size -= len(data)
+        yield data
 
 
-def _take(stream: BinaryIO, count: int) -> bytearray:
-    data = bytearray(count)
-    view, place = memoryview(data), 0
-    while place < count:
-        got = stream.readinto(view[place:])
-        if not got:
-            raise EOFError
-        place += got
+def _take(stream: IO[bytes], count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) < count:
+        raise EOFError
     return data
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-from tqdm.auto import notebook_tqdm, std_tqdm, tqdm
+# The second one warns in notebooks, unless the first, which silences that, is imported before.
+from tqdm.auto import tqdm
+from tqdm.autonotebook import tqdm as notebook_tqdm
+from tqdm.std import tqdm as std_tqdm
 
 from .terminal import visible
 
@@ -30,7 +33,7 @@ class Lines:
     def __init__(
         self, items: Iterable[Any] | None, title: str, unit: str, total: float | None = None, initial: float = 0
     ) -> None:
-        if total is None and hasattr(items, "__len__"):
+        if total is None and isinstance(items, Sized):
             total = len(items)
         self.items, self.title, self.unit, self.total = items, title, unit, total
         self.initial = self.done = initial
@@ -38,6 +41,7 @@ class Lines:
         self.start = monotonic()
 
     def __iter__(self) -> Iterator[Any]:
+        assert self.items is not None  # work without items calls `update`
         for item in self.items:
             yield item
             self.update()

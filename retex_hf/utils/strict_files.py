@@ -89,8 +89,12 @@ def parse_json(
 
 def json_decoder(*, infinite: bool = False, parse_int: Callable[[str], int] | None = None) -> json.JSONDecoder:
     """Return a JSON decoder that refuses duplicate keys and, unless `infinite`, `NaN` and infinite numbers."""
-    numbers = {} if infinite else {"parse_constant": _refuse_constant, "parse_float": _finite}
-    return json.JSONDecoder(object_pairs_hook=_unique, parse_int=parse_int, **numbers)
+    return json.JSONDecoder(
+        object_pairs_hook=_unique,
+        parse_int=parse_int,
+        parse_float=None if infinite else _finite,
+        parse_constant=None if infinite else _refuse_constant,
+    )
 
 
 def check_encodable(value: Any) -> None:

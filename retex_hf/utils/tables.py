@@ -95,7 +95,9 @@ def bold_best(
     """
     best = set()
     for column in range(len(values[0])) if columns is None else columns:
-        found = {row: of[column] for row, of in enumerate(values) if row not in left_out and of[column] is not None}
+        found = {
+            row: value for row, of in enumerate(values) if row not in left_out and (value := of[column]) is not None
+        }
         best |= {(row, column) for row, value in found.items() if value == max(found.values())}
     return frozenset(best)
 

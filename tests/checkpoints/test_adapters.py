@@ -500,6 +500,20 @@ def test_names_of_adapters_that_took_forever(base, folder):
     refuse("lacks lora_B of 'x0'", base, folder)
 
 
+@pytest.mark.parametrize("module", ["self", "other"], ids=["no parameter", "no module"])
+def test_parameters_that_the_model_does_not_have(base, folder, module):
+    file = folder / "adapter_model.safetensors"
+    where = QUERY.replace("self.query", module)
+    save_file({key.replace(QUERY, where): tensor for key, tensor in load_file(file).items() if QUERY in key}, file)
+    says = f"is an adapter for 'encoder.layer.0.attention.{module}.weight', which the model does not have"
+    refuse(says, base, change(folder, target_modules=[], target_parameters=[f"{module}.weight"]))
+
+
+def test_a_class_that_is_none(base, folder):
+    says = "^the adapter asks for 'AutoModel', which is no model class of transformers"
+    refuse(says, base, change(folder, auto_mapping={"base_model_class": "AutoModel"}))
+
+
 def test_a_tensor_under_two_names(base, folder):
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -280,6 +280,10 @@ def refuse(message: str, folder: Path) -> None:
         ("fp8", {"weight_block_size": [128, 128]}, "weight_scale_inv' has shape .* which fp8 does not write"),
         ("fp8", {"weight_block_size": [0, 128]}, "with weight_block_size=.0, 128., expected two whole numbers"),
         ("compressed, pack-quantized", {"format": "nvfp4"}, "with format='nvfp4', expected float-quantized"),
+        *[
+            ("compressed, pack-quantized", {"config_groups": groups}, "with num_bits=.*, expected 4 or 8")
+            for groups in (*({"group_0": {"weights": {"num_bits": bits}}} for bits in (4.0, [4])), {"group_0": 4}, {})
+        ],
     ],
 )
 def test_settings_that_are_refused(form, settings, message, llama, tmp_path):

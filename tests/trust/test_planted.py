@@ -224,6 +224,20 @@ def interrupt(target: Path) -> Path:
     return interrupted_build(target)
 
 
+def test_a_build_that_ends_while_it_is_looked_for(target, monkeypatch):
+    """Nobody waits for its lock only to look."""
+    place = interrupt(target)
+    listed = atomic_folder._stagings
+
+    def ends(*arguments):
+        found = listed(*arguments)
+        shutil.rmtree(place)
+        return found
+
+    monkeypatch.setattr(atomic_folder, "_stagings", ends)
+    assert interrupted_build(target) is None
+
+
 def swap(folder: Path, precious: Path, inner: bool) -> None:
     """Put a link in the place of a staging folder that is in use, as whoever may write beside it can."""
     folder.rename(folder.with_name("moved"))
