@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functions import AccumulateGrad
+from torch._C import _functions
 from torch.func import functional_call
 
 from .features import Entry, FeatureExtractor, first_tensor, ordinary
@@ -49,7 +49,7 @@ def _leaves_of_graph(tensor: Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, AccumulateGrad):
+        if isinstance(node, _functions.AccumulateGrad):
             leaves.add(id(node.variable))
         waiting += [before for before, _ in node.next_functions]
     return leaves
