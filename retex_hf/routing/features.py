@@ -337,7 +337,7 @@ def first_tensor(output: Any) -> Tensor:
     found = next(_numbers(output), None)
     if found is None:
         raise RetexError(
-            f"The model gives a {type(output).__name__} without floating-point numbers, and outputs are compared by them."
+            f"The model gives a {type(output).__name__} without floating-point numbers, by which outputs are compared."
         )
     return found[1]
 
