@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from datasets import Dataset
@@ -80,7 +80,9 @@ def _add(rows: JsonRows, block: bytes | None, where: str) -> None:
 
 def check_csv(path: Path, where: str) -> None:
     """Refuse a file that is not text in UTF-8, unpacks to far more than its size, or is too wide."""
-    head, size, tried, columns, lines = [], 0, 0, None, 1
+    head: list[bytes] = []
+    columns: int | None = None
+    size, tried, lines = 0, 0, 1
     for block in _blocks(path, where):
         size += len(block)
         lines += block.count(b"\n") + block.count(b"\r")
@@ -95,6 +97,10 @@ def check_csv(path: Path, where: str) -> None:
     check_no_archive(path, where)
 
 
+@overload
+def csv_columns(text: bytes, *, ended: Literal[True]) -> int: ...
+@overload
+def csv_columns(text: bytes, *, ended: bool) -> int | None: ...
 def csv_columns(text: bytes, *, ended: bool) -> int | None:
     """Return how many columns a table has: those of the wider of its first two rows (pandas may make one the index).
 
@@ -106,7 +112,9 @@ def csv_columns(text: bytes, *, ended: bool) -> int | None:
     """
     widest, rows, place, start, fields = 0, 0, 0, 0, 1
     while rows < 2:
-        place = FIELD.match(text, place).end()
+        found = FIELD.match(text, place)
+        assert found is not None  # it matches an empty field, too
+        place = found.end()
         widest = max(widest, fields)
         if widest > MOST_COLUMNS:
             return widest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from ..utils.paths import as_path
 from ..utils.strict_files import read_json
 from .data_files import Images, check_csv, check_json, read_arrays
 from .parquet_files import check_parquet
-from .readout import Answer
-from .task_data import TaskData
+from .task_data import Inputs, TaskData
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 CHECKS = {"json": check_json, "csv": check_csv, "parquet": check_parquet}
@@ -81,7 +80,7 @@ def load_task(
 
 def load_inputs(
     name: str, source: Source, *, split: str = "train", input_column: str | Sequence[str] | None = None
-) -> Sequence[Any]:
+) -> Inputs:
     """Load one task's inputs, whether or not they are labelled.
 
     `source` is anything that `load_task` takes, and also a `.txt` file of one input per line (with a tab between the
@@ -131,7 +130,8 @@ def _read_lines(name: str, path: Path) -> list[str | tuple[str, str]]:
 
 def read_line(line: str) -> str | tuple[str, str]:
     """Parse a line of a text file: a text, or a pair of texts separated by a tab."""
-    return tuple(line.split("\t")) if line.count("\t") == 1 else line
+    parts = line.split("\t")
+    return (parts[0], parts[1]) if len(parts) == 2 else line
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -145,7 +145,7 @@ def _image_files(files: Sequence[Path], labels: Sequence[str] | None = None) -> 
     if labels is not None:
         features["label"] = ClassLabel(names=sorted(set(labels)))
         columns["label"] = list(labels)
-    return Dataset.from_dict(columns, features=Features(features))
+    return Dataset.from_dict(columns, features=Features(**features))
 
 
 def _read_arrays(name: str, path: Path, *wanted: str) -> list[np.ndarray]:
@@ -249,11 +249,14 @@ def _input_columns(name: str, data: Dataset, given: str | Sequence[str] | None, 
     """Return the input: a column, several columns, or a prompt."""
     there = data.column_names
     if given is not None:
-        prompt = isinstance(given, str) and "{" in given
-        wanted = COLUMN.findall(given) if prompt else [given] if isinstance(given, str) else list(given)
+        columns = given if isinstance(given, str) else tuple(given)
+        if isinstance(columns, tuple):
+            wanted = list(columns)
+        else:
+            wanted = COLUMN.findall(columns) if "{" in columns else [columns]
         for column in wanted:
             _require_column(name, column, there)
-        return given if isinstance(given, str) else tuple(given)
+        return columns
     found: list[str | tuple[str, ...]] = [column for column in INPUT_COLUMNS if column in there]
     found += [pair for pair in PAIRS if set(pair) <= set(there)]
     if not found:
@@ -297,18 +300,21 @@ def _inputs(name: str, data: Dataset, columns: str | tuple[str, ...]) -> Sequenc
     if isinstance(columns, tuple):
         return list(zip(*(data[column] for column in columns), strict=True))
     if "{" in columns:
-        # `str.format` would let a prompt read attributes of a value, or ask for a gigabyte of padding.
-        return [COLUMN.sub(lambda found, row=row: str(row[found[1]]), columns) for row in data]
+        return [_filled(columns, row) for row in data]
     # Images are decoded on access.
     return Images(name, data, columns) if isinstance(data.features[columns], Image) else list(data[columns])
 
 
-def _answers(
-    name: str, labels: Sequence[Any], own: Sequence[str] | None, wanted: Sequence[str] | None
-) -> list[Answer | None]:
+def _filled(prompt: str, row: Mapping[str, Any]) -> str:
+    """Return a prompt with the values of a row in place of its columns."""
+    # `str.format` would let a prompt read attributes of a value, or ask for a gigabyte of padding.
+    return COLUMN.sub(lambda found: str(row[found[1]]), prompt)
+
+
+def _answers(name: str, labels: Sequence[Any], own: Sequence[str] | None, wanted: Sequence[str] | None) -> list[Any]:
     """Return labels as class indices in the order of `wanted` (else of `own`), or unchanged where nothing names them.
 
-    Missing labels (None, -1) are passed on; evaluation refuses them by row.
+    Missing labels (None, -1) and others that are no answers are passed on; evaluation refuses them by row.
     """
     order = {label: index for index, label in enumerate(wanted or own or ())}
 

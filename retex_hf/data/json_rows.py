@@ -35,7 +35,8 @@ class JsonRows:
 
     def __init__(self) -> None:
         self.count = self.columns = 0
-        self._nesting, self._keys = Nesting(), {}
+        self._nesting = Nesting()
+        self._keys: dict[str, Any] = {}
         self._waiting: list[bytes] = []
 
     def add(self, block: bytes) -> None:
@@ -92,7 +93,9 @@ class JsonRows:
 
 
 def _skip(text: str, place: int) -> int:
-    return SPACE.match(text, place).end()
+    found = SPACE.match(text, place)
+    assert found is not None  # it matches no space, too
+    return found.end()
 
 
 def _integer(text: str) -> int:

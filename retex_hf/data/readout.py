@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..execution import attach_routing
+from ..execution import attach_routing, call_method
 
 Answer = int | str
 Model = Callable[..., Any]
@@ -89,8 +89,9 @@ class Generator(Readout):
         self.tokenizer, self.options = tokenizer, {"do_sample": False, "num_beams": 1, **options}
 
     def call(self, model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
-        generated = model.generate(**inputs, **self.options, **options)
-        if model.config.is_encoder_decoder:
+        generated = call_method(model, "generate", dict(**inputs, **self.options, **options))
+        config: Any = model.config
+        if config.is_encoder_decoder:
             return generated
         answered = generated[:, inputs["input_ids"].shape[1] :]
         return attach_routing(answered, getattr(generated, "routing", None))
@@ -100,11 +101,11 @@ class Generator(Readout):
 
     def logits(self, model: nn.Module, inputs: Mapping[str, Tensor], task: str) -> Tensor:
         """Return the scores of the first token, from which the entropy is computed."""
-        if not model.config.is_encoder_decoder:
+        config: Any = model.config
+        if not config.is_encoder_decoder:
             return model(**inputs).logits[:, -1]
-        start = model.config.decoder_start_token_id
         first = next(iter(inputs.values()))
-        begun = torch.full((len(first), 1), start, device=first.device)
+        begun = torch.full((len(first), 1), config.decoder_start_token_id, device=first.device)
         return model(**inputs, decoder_input_ids=begun).logits[:, 0]
 
 

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .readout import Answer
+
+Inputs = Sequence[Any] | np.ndarray
+"""Inputs of a task, by row."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,7 @@ class TaskData:
     """Inputs of one task and their correct answers: class indices, or texts for generators."""
 
     name: str
-    inputs: Sequence[Any]
+    inputs: Inputs
     answers: Sequence[Answer]
     label_names: Sequence[str] | None = None
 

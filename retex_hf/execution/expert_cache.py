@@ -12,13 +12,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..recovery import RecoveryModule
 from ..utils.locks import renew_in_children
+
+Item = TypeVar("Item")
 
 ALIGNMENT = 64  # bytes; suits vector instructions
 # Where timm's windowed attentions (TinyViT, LeViT, EfficientFormer) cache values computed from their weights.
@@ -182,7 +184,8 @@ class _Making:
         # Reentrant, because making an item may need the item itself.
         self.turn = threading.RLock()
         self.wanted = 0  # number of waiting threads
-        self.done, self.item = False, None
+        self.done = False
+        self.item: Any = None
 
 
 class ExpertCache:
@@ -204,7 +207,7 @@ class ExpertCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.hits = self.misses = self.evictions = 0
-        self._items: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._items: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.renew_locks()
         renew_in_children(self)
 
@@ -213,7 +216,7 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._making: dict[Hashable, _Making] = {}
 
-    def get(self, key: Hashable, make: Callable[[], object], size: Callable[[], int] | None = None) -> object:
+    def get(self, key: Hashable, make: Callable[[], Item], size: Callable[[], int] | None = None) -> Item:
         """Return the item under a key, or make and store a new one.
 
         Threads that need the same item at the same time make it once; other keys are not blocked.
@@ -247,7 +250,7 @@ class ExpertCache:
                     del self._making[key]
             raise
 
-    def _make(self, key: Hashable, making: _Making, make: Callable[[], object], size: Callable[[], int] | None) -> None:
+    def _make(self, key: Hashable, making: _Making, make: Callable[[], Any], size: Callable[[], int] | None) -> None:
         own = size() if size is not None else 0
         with self._lock:
             self.misses += size is not None
@@ -301,7 +304,7 @@ class ExpertCache:
         return self.capacity  # a copied or pickled model starts with an empty cache and its own lock
 
     def __setstate__(self, capacity: int) -> None:
-        self.__init__(capacity)
+        ExpertCache.__init__(self, capacity)
 
 
 def expert_bytes(merged: Mapping[str, Tensor], recovery: RecoveryModule) -> int:

@@ -109,9 +109,9 @@ class Joiner:
             fields = {key: self._join_field(given, key, _below(path, key)) for key, given in values.items()}
             return rebuilt(first, fields)
         if is_record(first):
-            values = [{} if output is None else record_fields(output) for output in outputs]
+            records = [{} if output is None else record_fields(output) for output in outputs]
             fields = {
-                key: self.join([v.get(key) for v in values], key, _below(path, key)) for key in record_fields(first)
+                key: self.join([r.get(key) for r in records], key, _below(path, key)) for key in record_fields(first)
             }
             return rebuilt(first, fields)
         if self._is_list_of_rows(outputs):
@@ -212,7 +212,8 @@ class Joiner:
         counted = [(weight, loss) for weight, loss in zip(self.loss_weights, losses, strict=True) if weight]
         if not counted:
             return losses[0]
-        return sum(weight * loss for weight, loss in counted) / sum(weight for weight, _ in counted)
+        total = sum((weight * loss for weight, loss in counted), losses[0].new_zeros(()))
+        return total / sum(weight for weight, _ in counted)
 
     def _known(self, path: str) -> Place | None:
         return None if self.proof is None else self.proof.places.get(path)
@@ -271,7 +272,8 @@ class Joiner:
         joined = tensors[0].new_full((self.rows * per_row, *trailing), fill)
         by_row = joined.view(self.rows, per_row, *trailing)
         for tensor, group in zip(tensors, self.groups, strict=True):
-            index = (group.to(tensor.device), slice(None), *(slice(size) for size in tensor.shape[1:]))
+            inside = (slice(size) for size in tensor.shape[1:])
+            index: tuple[Tensor | slice, ...] = (group.to(tensor.device), slice(None), *inside)
             by_row[index] = tensor.reshape(len(group), per_row, *tensor.shape[1:]).to(joined.dtype)
         return joined
 

@@ -30,7 +30,7 @@ class RoutedList(list):
     routing: Routing | None = None
 
 
-ROUTED = {tuple: RoutedTuple, dict: RoutedDict, list: RoutedList}
+ROUTED: dict[type, type] = {tuple: RoutedTuple, dict: RoutedDict, list: RoutedList}
 
 
 def attach_routing(output: Any, routing: Routing | None) -> Any:
@@ -39,10 +39,11 @@ def attach_routing(output: Any, routing: Routing | None) -> Any:
     Plain tuples, dicts, lists and named tuples become subclasses that accept attributes. Numbers, strings and None are
     returned unchanged.
     """
-    if type(output) in ROUTED:
-        output = ROUTED[type(output)](output)
+    kind: type = type(output)
+    if kind in ROUTED:
+        output = ROUTED[kind](output)
     elif is_named_tuple(output):
-        output = _carrying(type(output))._make(output)
+        output = _carrying(kind)._make(output)
     if not hasattr(output, "__dict__"):
         return output
     object.__setattr__(output, "routing", routing)  # works on frozen dataclasses too
@@ -50,7 +51,7 @@ def attach_routing(output: Any, routing: Routing | None) -> Any:
 
 
 @cache
-def _carrying(kind: type) -> type:
+def _carrying(kind: type) -> type[Any]:
     """Return a subclass of a named tuple that accepts attributes."""
     return type(kind.__name__, (kind,), {"routing": None, "__module__": kind.__module__})
 

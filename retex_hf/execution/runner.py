@@ -158,7 +158,9 @@ class ExpertRunner:
     def _check_tokens(self, kwargs: Mapping[str, Any], groups: list[Group]) -> None:
         """Refuse tokens that a row's task does not have: torch would raise an unclear index error."""
         tokens = tokens_of(kwargs) if self.vocabulary else None
-        for group in groups if tokens is not None else ():
+        if tokens is None:
+            return
+        for group in groups:
             task, own = self.tasks[group.task_id], tokens[group.rows.to(tokens.device)]
             size = self.vocabulary[task]["size"]
             if int(own.max()) >= size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,13 +34,16 @@ def trunk_cost(
         group = Group(task_id, torch.arange(0))
         expert = _answers(full.expert(group), batches, extractor)
         trunk, merged = (_answers(shared.expert(group, r), batches, extractor) for r in (True, False))
-        distance = sum((a - b).square().sum() for a, b in zip(expert, merged, strict=True)).sqrt()
-        missed = sum((a - b).square().sum() for a, b in zip(expert, trunk, strict=True)).sqrt()
-        costs[task] = {"change": (missed / distance).item() if distance > 0 else 0.0}
+        distance, missed = _distance(expert, merged), _distance(expert, trunk)
+        costs[task] = {"change": missed / distance if distance > 0 else 0.0}
         if full.num_labels(task_id) is not None:
             same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(expert, trunk, strict=True)])
             costs[task]["agreement"] = same.float().mean().item()
     return costs
+
+
+def _distance(some: list[Tensor], others: list[Tensor]) -> float:
+    return math.sqrt(sum((a - b).square().sum().item() for a, b in zip(some, others, strict=True)))
 
 
 def _answers(expert: nn.Module, batches: list[Mapping[str, Any]], extractor: FeatureExtractor) -> list[Tensor]:

@@ -75,6 +75,7 @@ class _Replay:
         current = _replayed.get()
         if current is None or self.name not in current[0].outputs:
             block = self._block()
+            assert block is not None  # it is being called
             return type(block).forward(block, *args, **kwargs)
         record, rows = current
         output = record.outputs[self.name]

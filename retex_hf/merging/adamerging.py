@@ -9,7 +9,7 @@ number of tasks.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ def trimmed(vectors: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
     """Return stacked task vectors (tasks, ...) with all but the largest entries of each whole vector set to zero."""
     tasks = len(next(iter(vectors.values())))
 
-    def read(wanted):
+    def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
         return ((task, stack[task], torch.zeros_like(stack[task])) for stack in vectors.values() for task in wanted)
 
     size = sum(stack[0].numel() for stack in vectors.values())
@@ -145,7 +145,8 @@ def _backward(module: nn.Module, logits: Logits, parts: Sequence[Inputs], task: 
 def _draws(batches: Sequence[Inputs], count: int, generator: random.Random) -> Iterator[list[Inputs]]:
     """Yield endlessly `count` rows, or all if there are fewer, from batches in random order."""
     while True:
-        parts, missing = [], count
+        parts: list[Inputs] = []
+        missing = count
         for number in generator.sample(range(len(batches)), len(batches)):
             rows = _rows(batches[number])
             chosen = torch.tensor(generator.sample(range(rows), min(rows, missing)))
@@ -180,9 +181,9 @@ def learn_from_entropy(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return the coefficients of `learn_coefficients` as `{task: {tensor: number}}`."""
-    for name, value, least in (("steps", steps, 0), ("rows_per_task", rows_per_task, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"RetexConfig.merge: {name} must be an integer from {least}, not {value!r}.")
+    for name, number, least in (("steps", steps, 0), ("rows_per_task", rows_per_task, 1), ("seed", seed, 0)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ConfigError(f"RetexConfig.merge: {name} must be an integer from {least}, not {number!r}.")
     for name, value in (("start", start), ("learning_rate", learning_rate)):
         check_number(name, value)
     _check_trim(trim, density)
@@ -221,7 +222,7 @@ def adamerging(
     `trim=True` (AdaMerging++) first trims each whole task vector to its largest entries, a share `density` of them.
     """
     _check_trim(trim, density)
-    _check_coefficients(coefficients, tensors)
+    factors = _checked_coefficients(coefficients, tensors)
     bounds = trimming_bounds(vector_thresholds(tensors, density)) if trim else None
 
     def merge(name: str, base: Tensor, experts: list[Tensor]) -> Tensor:
@@ -231,7 +232,7 @@ def adamerging(
             vector = expert.float() - base
             if bounds is not None:
                 vector = nn.functional.hardshrink(vector, bounds[number])
-            merged.add_(vector, alpha=coefficients[task][name])
+            merged.add_(vector, alpha=factors[task][name])
         return merged
 
     return merge
@@ -243,7 +244,7 @@ def _check_trim(trim: bool, density: float) -> None:
     check_density(density)
 
 
-def _check_coefficients(coefficients: Any, tensors: TaskTensors) -> None:
+def _checked_coefficients(coefficients: Any, tensors: TaskTensors) -> dict[str, dict[str, float]]:
     if not isinstance(coefficients, dict) or set(coefficients) != set(tensors.tasks):
         raise ConfigError(f"RetexConfig.merge: coefficients must be a dict with an entry per task {tensors.tasks}.")
     for task, values in coefficients.items():
@@ -259,3 +260,4 @@ def _check_coefficients(coefficients: Any, tensors: TaskTensors) -> None:
                 raise ConfigError(
                     f"RetexConfig.merge: the coefficient of {name!r} for task {task!r} must be in [0, 1], not {value}."
                 )
+    return coefficients

@@ -100,7 +100,7 @@ def read_calibration(
 def _read(task: str, batch: dict[str, Any]) -> Batch:
     # Learned merges hold all experts in host memory and run them there.
     inputs = moved({name: value for name, value in batch.items() if name not in LABEL_NAMES}, CPU)
-    labels = next((batch[name] for name in LABEL_NAMES if name in batch), None)
+    labels: Any = next((batch[name] for name in LABEL_NAMES if name in batch), None)
     sizes = {name: len(value) for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
     if not sizes:
         raise InputError(f"Task {task!r}: a calibration batch holds no tensor of inputs.")

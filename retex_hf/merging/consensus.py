@@ -28,7 +28,7 @@ def tall_mask(vector: Tensor, total: Tensor, threshold: float) -> Tensor:
 
 def consensus_vector(vectors: Sequence[Tensor] | Tensor, thresholds: Sequence[float]) -> Tensor:
     """Return the sum of task vectors where at least two of them claim the entry, and zero elsewhere."""
-    total = sum(vectors)
+    total = sum(vectors, torch.zeros_like(vectors[0]))
     claims = torch.zeros(total.shape, dtype=torch.int16, device=total.device)
     for vector, threshold in zip(vectors, thresholds, strict=True):
         claims += tall_mask(vector, total, threshold)
@@ -58,10 +58,10 @@ def choose_by_accuracy(
                 masks = {n: tall_mask(v[index], totals[n], threshold) for n, v in weights.vectors.items()}
                 return {name: base + masks[name] * totals[name] for name, base in weights.base.items()}
 
-            thresholds = {
-                task: max(THRESHOLDS, key=lambda threshold, i=i, task=task: accuracy(masked(i, threshold), task))
-                for i, task in enumerate(tasks)
-            }
+            def best_threshold(index: int, task: str) -> float:
+                return max(THRESHOLDS, key=lambda threshold: accuracy(masked(index, threshold), task))
+
+            thresholds = {task: best_threshold(index, task) for index, task in enumerate(tasks)}
         if scale == AUTO:
             limits = _per_task(thresholds, tasks)
             agreed = {name: consensus_vector(vectors, limits) for name, vectors in weights.vectors.items()}
@@ -89,18 +89,17 @@ def consensus(
     A task claims the entries in which `|tau_t| > threshold * |sum of the other task vectors|`; `thresholds` is one
     number, or one per task. Both options are chosen by accuracy on labelled `calibration` batches unless given.
     """
-    check_number("scale", scale)
+    factor = check_number("scale", scale)
     limits = _per_task(thresholds, tensors.tasks)
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
         base = base.float()
-        return base + scale * consensus_vector([expert.float() - base for expert in experts], limits)
+        return base + factor * consensus_vector([expert.float() - base for expert in experts], limits)
 
     return merge
 
 
-def _per_task(thresholds: float | dict[str, float], tasks: Sequence[str]) -> list[float]:
+def _per_task(thresholds: float | dict[str, float] | str, tasks: Sequence[str]) -> list[float]:
     if not isinstance(thresholds, dict):
-        check_number("thresholds", thresholds)
-        thresholds = dict.fromkeys(tasks, thresholds)
+        thresholds = dict.fromkeys(tasks, check_number("thresholds", thresholds))
     return per_task("thresholds", thresholds, tasks)

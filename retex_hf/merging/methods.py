@@ -18,7 +18,8 @@ def average(tensors: TaskTensors, *, weights: Weights = None) -> Merger:
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
         # In float64, the mean of equal tensors (a frozen tower) is that tensor bit for bit and needs no recovery.
-        total = sum(factor * expert.double() for factor, expert in zip(factors, experts, strict=True))
+        weighted = (factor * expert.double() for factor, expert in zip(factors, experts, strict=True))
+        total = sum(weighted, torch.zeros_like(experts[0], dtype=torch.float64))
         return (total / sum(factors)).float()
 
     return merge

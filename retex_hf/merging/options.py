@@ -16,10 +16,11 @@ SCALE = 0.3  # of an unweighted sum of task vectors: the best value of task arit
 LARGEST_SEED = 2**53
 
 
-def check_number(name: str, value: Any) -> None:
-    """Refuse a value that is not a finite number."""
+def check_number(name: str, value: Any) -> float:
+    """Return a value that is a finite number; refuse another."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ConfigError(f"RetexConfig.merge: {name} must be a number, not {brief(value)}.")
+    return value
 
 
 def check_density(value: Any) -> None:

@@ -121,6 +121,7 @@ def learns(name: str) -> bool:
 def learn_options(name: str, options: dict[str, Any], calibration: Calibration) -> dict[str, Any]:
     """Return all options of a method, with those that were `"auto"` found from data."""
     method = _find(name, options)
+    assert method.calibrate is not None  # `check_calibration` refuses data for other methods
     wanted = options_to_learn(name, options)
     taken = _keyword_options(method.calibrate)
     # An option that both functions take has the merge's default.

@@ -7,7 +7,7 @@ probability of being kept, so that the expectation of a sparse vector is the tas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from math import inf
 
 import torch
@@ -201,7 +201,7 @@ def _breadcrumbs(density: float, gamma: float) -> Sparsify:
         kept = min(max(1, round(density * size)), size - masked)
 
         def limits(largest: int) -> list[float]:
-            def read(wanted):
+            def read(wanted: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
                 return ((number, experts[number], base) for number in wanted)
 
             return magnitude_thresholds(read, len(experts), size, largest / max(1, size))

@@ -78,7 +78,7 @@ def trimming_bounds(limits: list[float]) -> list[float]:
     `hardshrink` keeps values above its bound, but a limit itself must be kept; with a negative bound it keeps
     everything.
     """
-    return np.nextafter(np.float32(limits), np.float32(-inf)).tolist()
+    return np.nextafter(np.array(limits, dtype=np.float32), np.float32(-inf)).tolist()
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Search:
 
     def count(self, bits: np.ndarray) -> None:
         above = bits > self.last
-        self.above += np.count_nonzero(above)
+        self.above += int(np.count_nonzero(above))
         inside = np.not_equal(bits >= self.first, above, out=above)
         if len(self.bins) == 1:
             self.bins[0] += np.count_nonzero(inside)

@@ -36,7 +36,7 @@ def axis_by_change(
     hidden = hidden_of({})
     strongest = {axis: _strongest(hidden, axis) for axis in axes}
     # The last conclusive one: earlier ones may act along another axis (a mixer's act along positions).
-    for name, tensor in reversed(parameters.items()):
+    for name, tensor in reversed(list(parameters.items())):
         if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         along = [

@@ -70,6 +70,7 @@ def decide(
     probabilities = torch.softmax(-above / max(temperature, SMALLEST), dim=1)
     weights, abstained = probabilities if method == "soft" else None, None
     if far is not None:
+        assert thresholds is not None  # given wherever rows may be far
         abstained = unknown | (nearest > thresholds[task_ids])
         near = torch.nn.functional.one_hot(task_ids, len(tasks)).to(residuals.dtype) if weights is None else weights
         weights = torch.where(abstained.unsqueeze(1), 0 if far == "merged" else probabilities, near)

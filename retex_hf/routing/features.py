@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..backends import library_of
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, RetexError
 from ..rows import (
     NOT_ROWS,
     TEXT_INPUTS,
@@ -140,9 +140,9 @@ class FeatureExtractor:
             layout = layouts.of_layers[layer]
             if isinstance(layout, str):
                 raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {layout}.")
-            hidden = first_tensor(collected[layer])[1].float()
+            hidden = first_tensor(collected[layer]).float()
             if sizes is not None and isinstance(layout.rows, Along):
-                form = _form_of_row(hidden, layout)
+                form = _form_of_row(hidden, layout.rows)
                 if self._known.setdefault(("form", layer, sizes), form) != form:
                     raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {UNEVEN}.")
             mask = kwargs.get("attention_mask")
@@ -210,8 +210,8 @@ class FeatureExtractor:
 
     def _count_positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add positions that do not depend on left padding, as `generate` does."""
-        mask, module = kwargs.get("attention_mask"), self.entry.part
-        generates = hasattr(module, "can_generate") and module.can_generate()
+        mask, can_generate = kwargs.get("attention_mask"), getattr(self.entry.part, "can_generate", None)
+        generates = can_generate is not None and can_generate()
         if not generates or "position_ids" not in self.accepted or "position_ids" in kwargs:
             return kwargs
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask[:, 0].all():
@@ -254,7 +254,7 @@ class FeatureExtractor:
                 for layer, layout in found.items()
                 if isinstance(layout, Layout)
                 and isinstance(layout.rows, Along)
-                and len({_form_of_row(first_tensor(each[layer])[1], layout) for each in (outputs, whole)}) > 1
+                and len({_form_of_row(first_tensor(each[layer]), layout.rows) for each in (outputs, whole)}) > 1
             ]
             found |= dict.fromkeys(uneven, UNEVEN)
         return Layouts(proof, found)
@@ -262,9 +262,10 @@ class FeatureExtractor:
     def _layout(self, layer: str, outputs: Mapping[str, Any], proof: Proof, some: Mapping[str, Any]) -> Layout | str:
         if layer not in outputs:
             return "does not run when features are computed"
-        path, hidden = first_tensor(outputs[layer], layer)
-        if hidden is None:
+        found = next(_numbers(outputs[layer], layer), None)
+        if found is None:
             return "gives no numbers"
+        path, hidden = found
         place = proof.places.get(path)
         if not isinstance(place, (Along, AlongItems)):
             return f"has an output that {proof.refused.get(path, 'is the same for all rows')}"
@@ -279,7 +280,7 @@ class FeatureExtractor:
         def hidden_of(parameters: Mapping[str, Tensor]) -> Tensor:
             named = {f"model.{layer}.{name}": tensor for name, tensor in parameters.items()}
             collected = self._repeatable(lambda **values: functional_call(self.entry, named, (), values), kwargs)
-            return first_tensor(collected[layer])[1]
+            return first_tensor(collected[layer])
 
         parameters = dict(self.model.get_submodule(layer).named_parameters())
         return axis_by_change(hidden_of, parameters, axes) if axes and parameters else None
@@ -321,9 +322,9 @@ def _sizes_of_rows(kwargs: Mapping[str, Any], rows: int) -> Hashable | None:
     return frozenset((name, value.shape[1:]) for name, value in tensors.items())
 
 
-def _form_of_row(hidden: Tensor, layout: Layout) -> tuple[int, ...]:
+def _form_of_row(hidden: Tensor, rows: Along) -> tuple[int, ...]:
     """Return the shape of a layer's output for one row, or for each of several entries per row."""
-    return tuple(size for axis, size in enumerate(hidden.shape) if axis != layout.rows.axis)
+    return tuple(size for axis, size in enumerate(hidden.shape) if axis != rows.axis)
 
 
 def ordinary(value: Any) -> Any:
@@ -331,7 +332,16 @@ def ordinary(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
-def first_tensor(output: Any, path: str = "") -> tuple[str, Tensor | None]:
-    """Return the first floating-point tensor in an output, and the path that leads to it."""
-    found = ((below, tensor) for below, tensor in leaves(output, path) if tensor.is_floating_point())
-    return next(found, (path, None))
+def first_tensor(output: Any) -> Tensor:
+    """Return the first floating-point tensor in an output; refuse an output without one."""
+    found = next(_numbers(output), None)
+    if found is None:
+        raise RetexError(
+            f"The model gives a {type(output).__name__} without floating-point numbers, by which outputs are compared."
+        )
+    return found[1]
+
+
+def _numbers(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors of an output, and the paths that lead to them."""
+    return ((below, tensor) for below, tensor in leaves(output, path) if tensor.is_floating_point())

@@ -45,11 +45,11 @@ def trying(
     second: list[str] = []
     for layers in candidates:
         found = make(layers).layouts(without_labels(sample))
-        good = [layer for layer in layers if isinstance(found[layer], Layout)]
-        whole = [layer for layer in good if isinstance(found[layer].rows, Along)]
+        good = {layer: layout for layer, layout in found.items() if isinstance(layout, Layout)}
+        whole = [layer for layer, layout in good.items() if isinstance(layout.rows, Along)]
         if whole:
             return make(whole)
-        second = second or good
+        second = second or list(good)
         problems |= {layer: problem for layer, problem in found.items() if isinstance(problem, str)}
     if second:
         return make(second)
@@ -105,8 +105,8 @@ def reference_features(
     parts: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
     rows = 0
     for batch in batches:
-        for layer, features in extractor(without_labels(batch)).items():
-            parts[layer].append(features.cpu())
+        for layer, of_batch in extractor(without_labels(batch)).items():
+            parts[layer].append(of_batch.cpu())
         rows += len(parts[extractor.layers[0]][-1])
         if rows >= wanted:
             break

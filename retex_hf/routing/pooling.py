@@ -32,9 +32,10 @@ def pool_rows(hidden: Tensor, layout: Layout, reading: Reading, rows: int, mask:
                 "by: name the task with task=."
             )
         return items.new_zeros(rows, items.shape[1]).index_add(0, owner, items) / counts.unsqueeze(1)
-    fits = isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == rows
-    positions = positions_of(hidden, layout, mask.shape[1] if fits else None)
-    masked = fits and positions.ndim == 3 and positions.shape[:2] == mask.shape
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:
+        return pool(positions_of(hidden, layout, None), None, pooling)
+    positions = positions_of(hidden, layout, mask.shape[1])
+    masked = positions.ndim == 3 and positions.shape[:2] == mask.shape
     return pool(positions, mask if masked else None, pooling)
 
 

@@ -64,7 +64,7 @@ class Signatures:
         return torch.where(known.squeeze(1) > 0, torch.maximum(found, least), torch.inf)
 
     def to(self, device: torch.device) -> Signatures:
-        return Signatures(*(part.to(device) for part in (self.mean, self.basis, self.held_out)), self.feature_layer)
+        return Signatures(self.mean.to(device), self.basis.to(device), self.held_out.to(device), self.feature_layer)
 
     def joined_by(self, other: Signatures) -> Signatures:
         """Return these signatures followed by those of other tasks, fitted at the same layer."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functions
 from torch.func import functional_call
 
 from .features import Entry, FeatureExtractor, first_tensor, ordinary
@@ -28,7 +29,7 @@ def trunk_parameters(extractor: FeatureExtractor, inputs: Mapping[str, Any], mod
         }
         kwargs = {name: ordinary(value) for name, value in extractor.select(inputs).items()}
         collected = extractor.collect(lambda **values: functional_call(extractor.entry, leaves, (), values), kwargs)
-        _, hidden = first_tensor(collected[extractor.layers[-1]])
+        hidden = first_tensor(collected[extractor.layers[-1]])
     reached = _leaves_of_graph(hidden)
     used = {name for name, leaf in leaves.items() if id(leaf) in reached}
     touched = {name.rpartition(".")[0] for name in used}
@@ -48,7 +49,7 @@ def _leaves_of_graph(tensor: Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name().endswith("AccumulateGrad"):
+        if isinstance(node, _functions.AccumulateGrad):
             leaves.add(id(node.variable))
         waiting += [before for before, _ in node.next_functions]
     return leaves
@@ -65,7 +66,7 @@ def keeps_cache(extractor: FeatureExtractor, inputs: Mapping[str, Any], model: n
 def answers(output: Any) -> Tensor:
     """Return the main tensor of a model's output: logits, or the first tensor."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
-    return first_tensor(output)[1] if logits is None else logits
+    return first_tensor(output) if logits is None else logits
 
 
 def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:

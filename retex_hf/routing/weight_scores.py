@@ -67,15 +67,16 @@ class Responses:
     def __init__(self, module: nn.Module, generator: OffsetGenerator, embeddings: Tensor) -> None:
         self.module = module
         layout, transposed = generator.layout, isinstance(module, Conv1D)
-        shared, self.grams = generator.factor("shared"), None
+        shared, inner = generator.factor("shared"), generator.factor("inner")
+        self.grams: Tensor | None = None
         own = [generator.generated(embedding) for embedding in embeddings]
-        if layout.kind == WHOLE:
+        if shared is None:  # stored whole
             own = [factor.view(layout.shape[0], -1) for factor in own]
             self.projections = [factor.T if transposed else factor for factor in own]
             self.norms = torch.stack([factor.square().sum() for factor in own])
             return
         # The acting matrix is `left @ right`; Conv1D acts with the transpose of its weight.
-        first, inner = layout.order == GENERATED_FIRST, generator.factor("inner")
+        first = layout.order == GENERATED_FIRST
         own, shared = [factor[0] for factor in own], shared[0]
         if inner is not None:
             shared = inner[0] @ shared if first else shared @ inner[0]
@@ -112,12 +113,12 @@ class Responses:
         return F.linear(hidden, matrix).reshape(len(hidden), -1, len(matrix))
 
     def _energy(self, projected: Tensor, mask: Tensor | None) -> Tensor:
-        count = projected.shape[1]
+        count: Tensor | int = projected.shape[1]
         if mask is not None:
             projected = projected * mask.unsqueeze(-1)
-            count = mask.sum(1).clamp(min=1).unsqueeze(-1)
+            count = mask.sum(1, keepdim=True).clamp(min=1)
         if self.grams is None:
-            return projected.square().sum((1, 2)) / (count if mask is None else count.squeeze(-1))
+            return (projected.square().sum((1, 2)).unsqueeze(1) / count).squeeze(1)
         # One r-by-r moment per row serves all tasks.
         moments = projected.mT @ projected
         return moments.flatten(1) @ self.grams.flatten(1).T / count

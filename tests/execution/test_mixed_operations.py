@@ -62,7 +62,7 @@ def running(call: MixedCall) -> Iterator[None]:
 
 def a_call() -> MixedCall:
     """A call in which `w` meets rows, as if a probe had found that out."""
-    return MixedCall(segments(), log=[])
+    return MixedCall(segments(), is_probe=True)
 
 
 def by_segment(values: list[Tensor], x: Tensor, function) -> Tensor:

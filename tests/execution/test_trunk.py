@@ -6,8 +6,9 @@ import pytest
 import torch
 from families import FAMILIES, ROWS, tokens
 from helpers import TASKS, assert_same, leaves, make_experts
+from torch import Tensor, nn
 
-from retex_hf import ConfigError, RetexConfig, RetexModel
+from retex_hf import ConfigError, RetexConfig, RetexError, RetexModel
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 # Family -> a leaf module of the first block, and one of the second.
@@ -195,3 +196,23 @@ def test_a_trunk_that_fine_tuning_left_alone_costs_nothing():
 def test_a_trunk_needs_features_of_its_own(options):
     with pytest.raises(ConfigError, match="shared_trunk"):
         RetexConfig(shared_trunk=True, **options)
+
+
+class Classes(nn.Module):
+    """A model that gives only the class of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).argmax(-1)
+
+
+def test_a_model_without_floating_point_outputs_is_refused():
+    torch.manual_seed(0)
+    base = Classes().eval()
+    config = RetexConfig(rank="full", shared_trunk=True, feature_layer=0)
+    model = RetexModel.from_experts(base, make_experts(base, scale=1.0), config, progress=False)
+    with pytest.raises(RetexError, match="gives a Tensor without floating-point numbers"):
+        model.fit_signatures({task: [{"x": torch.randn(8, 8)}] for task in TASKS}, progress=False)

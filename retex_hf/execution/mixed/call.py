@@ -5,16 +5,18 @@ Operations read the call from a context variable, so that one copy of the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import RetexError
 from ...recovery.module import one_hot_row
+
+Made = TypeVar("Made")
 
 
 class MixedUnsupported(RetexError):
@@ -57,20 +59,21 @@ class Certificate:
 class MixedCall:
     """The rows of a batch, sorted by task.
 
-    `certificate` says which tensors have rows. During a probe, `log` collects the leading sizes that each parameter
-    meets, `computed` the same for values computed from parameters, and `per_task` the outputs that have one value per
-    task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which uses every
-    parameter many times.
+    `certificate` says which tensors have rows. A probe (`is_probe`) collects in `log` the leading sizes that each
+    parameter meets, in `computed` the same for values computed from parameters, and in `per_task` the outputs that have
+    one value per task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which
+    uses every parameter many times.
     """
 
     segments: list[Segment]
     certificate: Certificate | None = None
-    log: list[tuple[str, int, int]] | None = None
+    is_probe: bool = False
+    log: list[tuple[str, int, int]] = field(default_factory=list)
     single: list[tuple[str, int, int]] | None = None
     computed: list[tuple[int, int, bool]] = field(default_factory=list)
     per_task: set[str] = field(default_factory=set)
     repeats: bool = False
-    cache: dict[object, object] = field(default_factory=dict)
+    cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -81,7 +84,7 @@ class MixedCall:
         """Return the device of the factors."""
         return self.segments[0].embedding.device
 
-    def kept(self, key: object, make: Callable[[], Any]) -> Any:
+    def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return a value made earlier in this call, or make it.
 
         Values are kept only where a call repeats; otherwise small tensors between large ones would fragment memory.
@@ -101,29 +104,26 @@ class MixedCall:
             self.cache["one-hot"] = None if None in rows else rows
         return self.cache["one-hot"]
 
-    @property
-    def is_probe(self) -> bool:
-        return self.log is not None
-
     def entries_per_row(self, origin: Origin, value: Tensor) -> int | None:
         """Return how many entries along a tensor's leading axis belong to a row; None for a tensor without rows."""
         return self.entries_of_size(origin, value.shape[0] if value.ndim else 0, value.numel())
 
     def entries_of_size(self, origin: Origin, size: int, numbers: int) -> int | None:
-        if self.is_probe and isinstance(origin, str):
-            self.log.append((origin, size, numbers))
-            if self.single is not None:
-                return self._compare(origin, size)
-        elif self.is_probe:
-            self.computed.append((origin, size, True))
+        if self.is_probe:
+            if not isinstance(origin, str):
+                self.computed.append((origin, size, True))
+            else:
+                self.log.append((origin, size, numbers))
+                if self.single is not None:
+                    return self._compare(self.single, origin, size)
         if size == 0 or (size == 1 and self.rows > 1):
             return None
-        certified = self.certificate is not None and len(self.segments) > 1
-        if not certified or (self.is_probe and not isinstance(origin, str)):
+        certificate = self.certificate if len(self.segments) > 1 else None
+        if certificate is None or (self.is_probe and not isinstance(origin, str)):
             return None if size % self.rows else size // self.rows
-        if origin in self.certificate.row_free:
+        if origin in certificate.row_free:
             return None
-        if origin not in self.certificate.rows or size % self.rows:
+        if origin not in certificate.rows or size % self.rows:
             name = repr(origin) if isinstance(origin, str) else "A value computed from parameters"
             raise MixedUnsupported(
                 f"{name} meets {size} entries in a batch of {self.rows} rows, which it did not do in a probe."
@@ -135,9 +135,9 @@ class MixedCall:
         if self.is_probe:
             self.computed.append((origin, size, False))
 
-    def _compare(self, name: str, size: int) -> int | None:
+    def _compare(self, single: list[tuple[str, int, int]], name: str, size: int) -> int | None:
         position = len(self.log) - 1
-        expected = self.single[position] if position < len(self.single) else ("nothing", 0, 0)
+        expected = single[position] if position < len(single) else ("nothing", 0, 0)
         if expected[0] == name and size == expected[1] * self.rows:
             return expected[1] or None
         if expected[0] == name and size == expected[1]:

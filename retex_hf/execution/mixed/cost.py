@@ -64,7 +64,7 @@ class Call:
     """
 
     groups: list[int]
-    missing: int
+    missing: float
     input_size: int
     steps: int = 0
     beams: int = 1

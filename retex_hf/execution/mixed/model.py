@@ -109,7 +109,7 @@ class MixedModel:
         chosen = [first] if first is second else [first, second]
 
         def call(rows: list[Segment], **options: Any) -> tuple[MixedCall, Any]:
-            own = MixedCall([], log=[], **options)
+            own = MixedCall([], is_probe=True, **options)
             for part in chosen:
                 if count := sum(segment is part for segment in rows):
                     start = own.rows if own.segments else 0
@@ -141,7 +141,7 @@ class MixedModel:
         input_size = numbers_per_row(kwargs, splitter.rows)
         if method == "generate":
             step = _first_step(self.model, splitter.take(kwargs, torch.tensor([segment.start])))
-            single = MixedCall(single.segments, log=[])
+            single = MixedCall(single.segments, is_probe=True)
             self._call("forward", step, single)
         return Work.of_log(single.log, self.recovery, input_size)
 
@@ -165,10 +165,10 @@ def _copy(
         if recovery[name].layout.batch > 1:
             raise MixedUnsupported(f"{name!r} is a stack of matrices (experts of a mixture), which meet single tokens.")
         for alias in names_of(model, name):
-            merged = named.get(alias)  # quantised layers may rename their weights
+            # Quantised layers may rename their weights.
+            merged = named[alias] if alias in named else torch.empty(recovery[name].layout.shape, device="meta")
             module, _, attribute = alias.rpartition(".")
-            source = Recovered(name, None if merged is None else merged.detach(), recovery)
-            places.setdefault(module, {})[attribute] = source
+            places.setdefault(module, {})[attribute] = Recovered(name, merged.detach(), recovery)
     for name in next(iter(heads.values()), {}):
         module, _, attribute = name.rpartition(".")
         own = {tasks.index(task): head[name] for task, head in heads.items()}
@@ -224,7 +224,7 @@ def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> C
 
     Both calls assumed that a tensor has rows where its shape and size allow it; refuse the model where that was wrong.
     """
-    meetings = []
+    meetings: list[tuple[Origin, int, int]] = []
     for (origin, two, could), (same, four, _) in zip(pair.computed, doubled.computed, strict=True):
         has_rows = four == 2 * two and two > 0
         guessed = [could and size > 1 and size % rows == 0 for size, rows in ((two, 2), (four, 4))]
@@ -243,10 +243,12 @@ def _first_step(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items()
         if name in accepted and (isinstance(value, Tensor) or name == "encoder_outputs")
     }
-    if isinstance(kwargs.get("inputs"), Tensor):
-        step.setdefault(model.main_input_name, kwargs["inputs"])
-    if "decoder_input_ids" in accepted and "decoder_input_ids" not in step and model.config.is_encoder_decoder:
-        start = model.generation_config.decoder_start_token_id
+    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    if main is not None and isinstance(kwargs.get("inputs"), Tensor):
+        step.setdefault(main, kwargs["inputs"])
+    decodes = "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False)
+    if decodes and "decoder_input_ids" not in step:
+        start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
         given = next(value if isinstance(value, Tensor) else value[0] for value in step.values())
         step["decoder_input_ids"] = torch.full((1, 1), start or 0, device=given.device)
     return step
@@ -257,7 +259,7 @@ def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
     if isinstance(output, TaskTensor):
         if call.is_probe:
             call.per_task.add(name)
-        elif len(call.segments) > 1 and name not in call.certificate.per_task:
+        elif call.certificate is not None and len(call.segments) > 1 and name not in call.certificate.per_task:
             raise MixedUnsupported(f"{name!r} has no rows, which it had in a probe.")
         values = output.source.values(call)
         if len(values) == 1:

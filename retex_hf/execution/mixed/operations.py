@@ -25,9 +25,10 @@ def _rows_or_none(call: MixedCall, x: Any, *parameters: Any) -> int | None:
     return None if isinstance(x, TaskTensor) else per_row
 
 
-def _has_factors(weight: Any) -> bool:
-    """Return whether a weight is a recovered matrix that is applied through its factors."""
-    return isinstance(weight, TaskTensor) and isinstance(weight.source, Recovered) and weight.source.layout.batch == 1
+def _factored(weight: Tensor) -> Recovered | None:
+    """Return the source of a weight that is a recovered matrix, applied through its factors; else None."""
+    source = weight.source if isinstance(weight, TaskTensor) else None
+    return source if isinstance(source, Recovered) and source.layout.batch == 1 else None
 
 
 def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, transposed: bool = False) -> Tensor:
@@ -76,13 +77,14 @@ def linear(call: MixedCall, func: Callable, x: Tensor, weight: Tensor, bias: Ten
     per_row = _rows_or_none(call, x, weight, bias)
     if per_row is None:
         return per_task(call, func, (x, weight, bias), {})
-    if isinstance(weight, TaskTensor) and not _has_factors(weight):
-        return _segmentwise(call, func, x, per_row, weight, bias)
-    if isinstance(weight, TaskTensor):
+    source = _factored(weight)
+    if source is not None:
         # The affine variant scales the matrix, not the bias.
-        late_bias = isinstance(bias, TaskTensor) or weight.source.scales(call) is not None
-        out = scaled(call, func(x, weight.source.merged, None if late_bias else bias), weight.source)
-        out = add_offset(call, out, x, weight.source)
+        late_bias = isinstance(bias, TaskTensor) or source.scales(call) is not None
+        out = scaled(call, func(x, source.merged, None if late_bias else bias), source)
+        out = add_offset(call, out, x, source)
+    elif isinstance(weight, TaskTensor):
+        return _segmentwise(call, func, x, per_row, weight, bias)
     else:
         late_bias, out = True, func(x, weight)
     return out + _aligned(call, bias, out) if late_bias and bias is not None else out
@@ -94,17 +96,18 @@ def _aligned(call: MixedCall, vector: Tensor, out: Tensor) -> Tensor:
 
 def matmul(call: MixedCall, func: Callable, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `x @ W`, for parameters that are stored transposed."""
-    if not isinstance(weight, TaskTensor):
+    if isinstance(x, TaskTensor) and not isinstance(weight, TaskTensor):
         if x.ndim != 2 or weight.ndim != 3:
             raise MixedUnsupported(f"A product with {described(x)} on the left has no row-by-row form.")
         return linear(call, F.linear, weight.mT, x).mT  # W @ X, where X has a row axis before its columns
     per_row = _rows_or_none(call, x, weight)
     if per_row is None:
         return per_task(call, func, (x, weight), {})
-    if not _has_factors(weight) or weight.ndim != 2:
+    source = _factored(weight)
+    if source is None or weight.ndim != 2:
         return _segmentwise(call, func, x, per_row, weight)
-    out = scaled(call, func(x, weight.source.merged), weight.source)
-    return add_offset(call, out, x, weight.source, transposed=True)
+    out = scaled(call, func(x, source.merged), source)
+    return add_offset(call, out, x, source, transposed=True)
 
 
 def addmm(call: MixedCall, func: Callable, bias: Tensor, x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -121,9 +124,9 @@ def embedding(call: MixedCall, func: Callable, ids: Tensor, weight: Tensor, *arg
     per_row = _rows_or_none(call, ids, weight)
     if per_row is None:
         return per_task(call, func, (ids, weight, *args), kwargs)
-    if not _has_factors(weight):
+    source = _factored(weight)
+    if source is None:
         return _segmentwise(call, lambda rows, table: func(rows, table, *args, **kwargs), ids, per_row, weight)
-    source = weight.source
     out = scaled(call, func(ids, source.merged, *args, **kwargs), source)
     generated, shared = source.factors(call, ids.device)
     parts = call.slices(per_row)
@@ -160,7 +163,7 @@ def layer_norm(
     if per_row is None:
         return per_task(call, func, (x, normalized_shape, weight, bias, *args), kwargs)
     normal = func(x, normalized_shape, None, None, *args, **kwargs)
-    return _affine(normal, _optional(call, weight, normal), _optional(call, bias, normal))
+    return _affine(call, normal, weight, bias, _aligned)
 
 
 def rms_norm(
@@ -172,19 +175,20 @@ def rms_norm(
     return func(x, normalized_shape, None, *args, **kwargs) * _aligned(call, weight, x)
 
 
-def _optional(call: MixedCall, vector: Tensor | None, out: Tensor) -> Tensor | None:
-    return None if vector is None else _aligned(call, vector, out)
+def _affine(
+    call: MixedCall,
+    normal: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    align: Callable[[MixedCall, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return `normal * weight + bias`, each as far as it is given, aligned with `normal`."""
+    out = normal if weight is None else normal * align(call, weight, normal)
+    return out if bias is None else out + align(call, bias, normal)
 
 
-def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    scaled_ = normal if weight is None else normal * weight
-    return scaled_ if bias is None else scaled_ + bias
-
-
-def _channels(call: MixedCall, vector: Tensor | None, x: Tensor) -> Tensor | None:
+def _channels(call: MixedCall, vector: Tensor, x: Tensor) -> Tensor:
     """Return a vector over channels, aligned with (rows, channels, ...)."""
-    if vector is None:
-        return None
     if not isinstance(vector, TaskTensor):
         return vector.view(-1, *[1] * (x.ndim - 2))
     return by_row(call, vector, len(x), 2).view(len(x), -1, *[1] * (x.ndim - 2))
@@ -202,13 +206,13 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training or running_mean is None:
+    if training or running_mean is None or running_var is None:
         raise MixedUnsupported("Batch normalisation by the batch's own statistics mixes rows.")
     if _rows_or_none(call, x, running_mean, running_var, weight, bias) is None:
         raise MixedUnsupported("Batch normalisation of what has no rows is not supported.")
     mean, variance = _channels(call, running_mean, x), _channels(call, running_var, x)
     normal = (x - mean) * torch.rsqrt(variance + eps)
-    return _affine(normal, _channels(call, weight, x), _channels(call, bias, x))
+    return _affine(call, normal, weight, bias, _channels)
 
 
 def group_norm(
@@ -224,7 +228,7 @@ def group_norm(
     if _rows_or_none(call, x, weight, bias) is None:
         return per_task(call, func, (x, num_groups, weight, bias, *args), kwargs)
     normal = func(x, num_groups, None, None, *args, **kwargs)
-    return _affine(normal, _channels(call, weight, x), _channels(call, bias, x))
+    return _affine(call, normal, weight, bias, _channels)
 
 
 def convolution(
@@ -242,24 +246,21 @@ def convolution(
     per_row = _rows_or_none(call, x, weight, bias)
     if per_row is None:
         return per_task(call, func, (x, weight, bias, stride, padding, dilation, groups), {})
-    where = (stride, padding, dilation, groups)
-    own_bias = isinstance(bias, TaskTensor)
+    where, source = (stride, padding, dilation, groups), _factored(weight)
     if not isinstance(weight, TaskTensor):
         out = func(x, weight, None, *where)
-    elif not _has_factors(weight) or groups != 1 or weight.source.layout.kind != "matrix" or weight.source.shared_first:
+    elif source is None or groups != 1 or source.layout.kind != "matrix" or source.shared_first:
         out = _segmentwise(call, lambda rows, kernel: func(rows, kernel, None, *where), x, per_row, weight)
     else:
-        source = weight.source
         generated, shared = source.factors(call, x.device)
+        assert shared is not None  # of every matrix
         out = scaled(call, func(x, source.merged, None, *where), source)
         parts = call.slices(per_row)
         with full_precision(x.device):
             inner = func(x.float(), shared.view(-1, *source.merged.shape[1:]), None, *where).flatten(2)
             offset = torch.cat([factor @ inner[part] for part, factor in zip(parts, generated, strict=True)])
         out = (out + offset.view(out.shape)).to(out.dtype)
-    if bias is None:
-        return out
-    return out + (_channels(call, bias, out) if own_bias else bias.view(-1, *[1] * (out.ndim - 2)))
+    return out if bias is None else out + _channels(call, bias, out)
 
 
 def multi_head_attention(
@@ -299,28 +300,28 @@ def multi_head_attention(
         raise MixedUnsupported("This form of torch's multi-head attention has no row-by-row form.")
     _check_attention(inputs, embed_dim_to_check, num_heads, key_padding_mask, attn_mask, is_causal)
     if use_separate_proj_weight:
+        assert q_proj_weight is not None and k_proj_weight is not None and v_proj_weight is not None  # as in torch
         heads = _separate_projections(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias)
     else:
+        assert in_proj_weight is not None  # as in torch
         heads = _packed_projections(inputs, in_proj_weight, in_proj_bias)
     rows = query.shape[1]
     # `expand` on a `TaskTensor` lets the call decide whether this axis is the rows; nothing here can tell.
     extra = [None if bias is None else bias.expand(rows, -1, -1) for bias in (bias_k, bias_v)]
-    options = {
+    options: dict[str, Any] = {
         "num_heads": num_heads,
         "add_zero_attn": add_zero_attn,
         "need_weights": need_weights,
         "average_attn_weights": average_attn_weights,
         "is_causal": is_causal,
     }
-    arguments = (*heads, *extra, attn_mask, key_padding_mask)
-    if not any(isinstance(argument, TaskTensor) for argument in arguments):
-        attended = _attend(*arguments, **options)
+    if not any(isinstance(tensor, TaskTensor) for tensor in (*heads, *extra, attn_mask, key_padding_mask)):
+        attended, *weights = _attend(heads, extra, attn_mask, key_padding_mask, **options)
     elif all(isinstance(head, TaskTensor) for head in heads):
-        attended = per_task(call, _attend, arguments, options)
+        attended, *weights = per_task(call, _attend, (heads, extra, attn_mask, key_padding_mask), options)
     else:
         raise MixedUnsupported("Multi-head attention of rows to what has one value per task has no row-by-row form.")
-    attended, weights = attended if need_weights else (attended, None)
-    return F.linear(attended, out_proj_weight, out_proj_bias).transpose(0, 1), weights
+    return F.linear(attended, out_proj_weight, out_proj_bias).transpose(0, 1), weights[0] if need_weights else None
 
 
 def _check_attention(
@@ -349,8 +350,8 @@ def _packed_projections(inputs: tuple[Tensor, ...], weight: Tensor, bias: Tensor
 
     The whole matrix is applied to each distinct input, because a slice of it would have to be recovered.
     """
-    projected = {id(x): x for x in inputs}
-    projected = {name: F.linear(x.transpose(0, 1), weight, bias).chunk(3, -1) for name, x in projected.items()}
+    distinct = {id(x): x for x in inputs}
+    projected = {name: F.linear(x.transpose(0, 1), weight, bias).chunk(3, -1) for name, x in distinct.items()}
     return [projected[id(x)][part] for part, x in enumerate(inputs)]
 
 
@@ -362,11 +363,8 @@ def _separate_projections(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
+    heads: list[Tensor],
+    extra: list[Tensor | None],
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     *,
@@ -375,8 +373,9 @@ def _attend(
     need_weights: bool,
     average_attn_weights: bool,
     is_causal: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Attend to projected inputs, (rows, length, width), as torch does; return the weights too if they are needed."""
+    (query, key, value), (bias_k, bias_v) = heads, extra
     # As in torch: `is_causal` replaces the mask only where nothing else needs the mask.
     is_causal = is_causal and key_padding_mask is None and not need_weights
     key, value = _lengthened(key, bias_k, add_zero_attn), _lengthened(value, bias_v, add_zero_attn)
@@ -384,7 +383,7 @@ def _attend(
     query, key, value = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (query, key, value))
     if not need_weights:
         attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
-        return attended.transpose(1, 2).flatten(2)
+        return (attended.transpose(1, 2).flatten(2),)
     scores = (query * query.shape[-1] ** -0.5) @ key.mT
     weights = torch.softmax(scores if mask is None else scores + mask, -1)
     attended = (weights @ value).transpose(1, 2).flatten(2)
@@ -411,7 +410,8 @@ def _joint_mask(
         torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype == torch.bool else mask
         for mask in masks
     ]
-    return sum(F.pad(mask, (0, length - mask.shape[-1])) for mask in masks) if masks else None
+    padded = [F.pad(mask, (0, length - mask.shape[-1])) for mask in masks]
+    return sum(padded[1:], padded[0]) if padded else None
 
 
 OPERATIONS |= {

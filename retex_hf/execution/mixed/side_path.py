@@ -19,8 +19,8 @@ from .task_tensor import TaskTensor, by_row, per_task
 
 def beside(layer: nn.Module, sources: dict[str, TensorSource]) -> nn.Module:
     """Return a replacement for a layer whose tensors cannot be replaced."""
-    heads = [isinstance(source, Head) for source in sources.values()]
-    return HeadLayer(layer, sources) if any(heads) else SidePath(layer, sources)
+    recovered = {attribute: source for attribute, source in sources.items() if isinstance(source, Recovered)}
+    return SidePath(layer, recovered) if len(recovered) == len(sources) else HeadLayer(layer, sources)
 
 
 class HeadLayer(nn.Module):
@@ -29,11 +29,12 @@ class HeadLayer(nn.Module):
     def __init__(self, layer: nn.Module, sources: dict[str, TensorSource]) -> None:
         super().__init__()
         own = {name for name, _ in layer.named_parameters()}
-        whole = all(isinstance(source, Head) for source in sources.values()) and own <= set(sources)
+        heads = {attribute: source for attribute, source in sources.items() if isinstance(source, Head)}
+        whole = len(heads) == len(sources) and own <= set(sources)
         if not whole or _kind(layer, set(sources)) != "linear":
-            name = next(source.name for source in sources.values() if isinstance(source, Head))
+            name = next(iter(heads.values())).name
             raise MixedUnsupported(f"{name!r} belongs to a {type(layer).__name__} that is quantised or offloaded.")
-        self.sources = sources
+        self.sources = heads
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = {}

@@ -27,13 +27,16 @@ class TensorSource(ABC):
     says that its values share no memory with a parameter."""
 
     name: str | None
-    has_one_shape = True
     is_allocated = False
 
     @property
+    def has_one_shape(self) -> bool:
+        return True
+
+    @property
+    @abstractmethod
     def origin(self) -> Origin:
         """Return the key under which a probe stores its findings about this tensor."""
-        return self.name
 
     @abstractmethod
     def values(self, call: MixedCall) -> list[Tensor]:
@@ -65,6 +68,10 @@ class Head(TensorSource):
     tensors: Mapping[int, Tensor]
 
     @property
+    def origin(self) -> Origin:
+        return self.name
+
+    @property
     def has_one_shape(self) -> bool:
         return len({tensor.shape for tensor in self.tensors.values()}) == 1
 
@@ -74,11 +81,15 @@ class Head(TensorSource):
 
 @dataclass
 class Recovered(TensorSource):
-    """A recovered parameter: the merged tensor (None where a quantised layer hides it) and its factors."""
+    """A recovered parameter: the merged tensor (a meta tensor where a quantised layer hides it) and its factors."""
 
     name: str
-    merged: Tensor | None
+    merged: Tensor
     recovery: RecoveryModule
+
+    @property
+    def origin(self) -> Origin:
+        return self.name
 
     @property
     def layout(self) -> Layout:
@@ -104,13 +115,14 @@ class Recovered(TensorSource):
     def _vectors(self, call: MixedCall) -> list[Tensor]:
         """Recover the vectors of all segments at once, because they are many and small."""
         device, scales = self.merged.device, self.scales(call)
-        scalar = self.recovery[self.name].factor("shared").to(device)
+        scalar = self.recovery[self.name].factor("shared")
+        assert scalar is not None  # of every vector
         merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
         with full_precision(device):
             if scales is not None:
                 merged = merged * torch.stack(scales).to(device).view(-1, *[1] * self.merged.ndim)
             offsets = torch.stack(self._generated(call)).to(device).view(merged.shape)
-            return list(torch.addcmul(merged, offsets, scalar).to(self.merged.dtype))
+            return list(torch.addcmul(merged, offsets, scalar.to(device)).to(self.merged.dtype))
 
     def _generated(self, call: MixedCall) -> list[Tensor]:
         generator, rows = self.recovery[self.name], call.one_hot_rows
@@ -162,13 +174,13 @@ class Recovered(TensorSource):
         generator = self.recovery[self.name]
         with full_precision(call.device):
             generated = self._generated(call)
-        if self.layout.kind == MATRIX:
-            shared, inner = generator.factor("shared")[0], generator.factor("inner")
+        shared, inner = generator.factor("shared"), generator.factor("inner")
+        if shared is not None and self.layout.kind == MATRIX:
+            shared = shared[0]
             if inner is not None:
                 with full_precision(call.device):
                     shared = shared @ inner[0] if self.shared_first else inner[0] @ shared
             return [factor[0] for factor in generated], shared
-        scalar = generator.factor("shared")  # of a vector
-        if scalar is not None:
-            generated = [factor * scalar for factor in generated]
+        if shared is not None:  # the scalar of a vector
+            generated = [factor * shared for factor in generated]
         return [factor.view(self.layout.shape[0], -1) for factor in generated], None

@@ -97,7 +97,9 @@ class TaskTensor(Tensor):
         return _other(call, func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise MixedUnsupported(f"{func} reads a recovered parameter past torch's Python functions.")
 
 
@@ -206,7 +208,7 @@ def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
     return found
 
 
-def _repeated(call: MixedCall, func: Callable, tensor: Tensor, *sizes: Any) -> Tensor:
+def _repeated(call: MixedCall, func: Callable, tensor: TaskTensor, *sizes: Any) -> Tensor:
     """Apply `expand` or `repeat` to a parameter, for every row (a class token)."""
     target = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(target) >= 2 and len(target) >= tensor.ndim and target[0] > 0:
@@ -259,4 +261,4 @@ def _flat(values: Any) -> list[Tensor]:
 def _name(func: Callable) -> str:
     # An attribute such as `.dtype` arrives as the `__get__` of its descriptor.
     name = getattr(func, "__name__", str(func))
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
