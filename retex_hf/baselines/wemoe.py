@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..data.readout import Answer, entropy
+from ..data.task_data import TaskData
 from ..errors import ConfigError
 from ..evaluation.method import Material, Method, Prediction, without_padding
 from ..merging.expert_weights import ExpertWeights
@@ -97,7 +98,7 @@ class WEMoE(Method):
             optimizer.zero_grad()
             total = 0.0
             for task in tasks:
-                inputs = material.collate(_draw(material.train[task].inputs, self.rows_per_task, generator))
+                inputs = material.collate(_draw(material.train[task], self.rows_per_task, generator))
                 with torch.enable_grad():
                     loss = entropy(self._scores(inputs, [task])[task]).mean() / len(tasks)
                     loss.backward()
@@ -270,5 +271,5 @@ def _in_decoder(model: nn.Module, layer: str) -> bool:
     return layer.startswith(f"{prefix}.")
 
 
-def _draw(inputs: Sequence[Any], count: int, generator: random.Random) -> list[Any]:
-    return [inputs[index] for index in generator.sample(range(len(inputs)), min(count, len(inputs)))]
+def _draw(data: TaskData, count: int, generator: random.Random) -> list[Any]:
+    return [data.inputs[index] for index in generator.sample(range(len(data)), min(count, len(data)))]
