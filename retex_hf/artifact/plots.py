@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from ..errors import RetexError
@@ -200,7 +201,7 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
         ylabel="Relative error",
         xlim=(-1, len(errors)),
     )
-    _tick_blocks(axes, list(errors))
+    _tick_blocks(figure, axes, list(errors))
     _add_legend(figure, axes)
     return _finish(figure, path)
 
@@ -301,7 +302,7 @@ def _block(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[: max(len(parts) - 2, 1)])
 
 
-def _tick_blocks(axes: Axes, names: list[str]) -> None:
+def _tick_blocks(figure: Figure, axes: Axes, names: list[str]) -> None:
     """Label the blocks of a model along the x axis and shade every other one."""
     blocks, start = [], 0
     for block, members in groupby(names, _block):
@@ -310,7 +311,7 @@ def _tick_blocks(axes: Axes, names: list[str]) -> None:
         start = end
     for _, start, end in blocks[1::2]:
         axes.axvspan(start - 0.5, end - 0.5, color="0.5", alpha=0.07, linewidth=0, zorder=0)
-    gap = LABEL_WIDTH * len(names) / axes.figure.get_figwidth()
+    gap = LABEL_WIDTH * len(names) / figure.get_figwidth()
     shown: list[tuple[str, float]] = []
     for block, start, end in blocks[:: -(-len(blocks) // MOST_TICKS)]:
         centre = (start + end - 1) / 2
@@ -345,8 +346,9 @@ def _figure(
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
     # Matplotlib's default handles omit labels that begin with an underscore, as a task's name may.
-    handles = [line for line in axes.lines if line.get_label() and not line.get_label().startswith("_child")]
-    labels = [line.get_label() for line in handles]
+    named = [(line, str(line.get_label() or "")) for line in axes.lines]
+    shown = {line: label for line, label in named if label and not label.startswith("_child")}
+    handles, labels = list(shown), list(shown.values())
     if len(handles) > LEGEND_INSIDE:
         columns = -(-len(handles) // LEGEND_ROWS)
         figure.legend(handles, labels, loc="outside right upper", fontsize=LEGEND_FONT, frameon=False, ncols=columns)
@@ -389,7 +391,8 @@ def _two_lines(text: str, length: int = 34) -> str:
 
 def _log_if_wide(axes: Axes) -> None:
     """Use a logarithmic y axis if the data are positive and span more than a factor of ten."""
-    values = [value for line in axes.lines for value in line.get_ydata() if isfinite(value)]
+    drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
+    values = [float(value) for heights in drawn for value in heights if isfinite(value)]
     if values and min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
 

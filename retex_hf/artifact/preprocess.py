@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import open_clip
@@ -13,7 +13,7 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 from ..backends import Backend, hf_transformers, library_of, openclip
 from ..backends.containment import contained
@@ -76,19 +76,19 @@ def load_preprocessor(
         max_length: Truncate texts to this many tokens; default: the limit of the tokenizer and the model.
         tokens: Vocabulary size of the task whose tokenizer this is; default: that of the model.
     """
-    if library_of(model) not in (hf_transformers, openclip):
+    library = library_of(model)
+    if library not in (hf_transformers, openclip):
         raise InputError(
             f"{type(model).__name__} takes tensors that its caller makes; batches are made here for models of "
             "transformers and OpenCLIP only."
         )
-    folder = as_path(folder)
-    files = _SideFiles.read(folder, library_of(model))
-    if library_of(model) is openclip:
+    files = _SideFiles.read(as_path(folder), library)
+    if not isinstance(model, PreTrainedModel):
         return _open_clip_preprocessor(files, model)
-    if model.main_input_name == "pixel_values" or library_of(model).is_dual_encoder(model):
+    if model.main_input_name == "pixel_values" or library.is_dual_encoder(model):
         process = files.image_processor("L" if getattr(model.config, "num_channels", 3) == 1 else "RGB")
         encode = None
-        if library_of(model).is_dual_encoder(model):
+        if library.is_dual_encoder(model):
             tokenizer = files.load(AutoTokenizer, "tokenizer")
 
             def encode(texts: list[str]) -> dict[str, Tensor]:
@@ -99,10 +99,11 @@ def load_preprocessor(
         raise ArtifactError(
             f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
         )
-    return _text_preprocessor(files, model, max_length, tokens or len(model.get_input_embeddings().weight))
+    known = tokens or len(cast(Tensor, model.get_input_embeddings().weight))
+    return _text_preprocessor(files, model, max_length, known)
 
 
-def _text_preprocessor(files: _SideFiles, model: nn.Module, max_length: int | None, known: int) -> Preprocessor:
+def _text_preprocessor(files: _SideFiles, model: PreTrainedModel, max_length: int | None, known: int) -> Preprocessor:
     tokenizer, folder = files.load(AutoTokenizer, "tokenizer"), files.folder
     generates_in_place = model.can_generate() and not model.config.is_encoder_decoder
     if generates_in_place:
@@ -154,7 +155,9 @@ def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[st
 
 
 def _open_clip_preprocessor(files: _SideFiles, model: nn.Module) -> Preprocessor:
-    path, settings = files.folder / openclip.CONFIG, model.visual.preprocess_cfg
+    path = files.folder / openclip.CONFIG
+    # Where OpenCLIP itself keeps them.
+    settings = cast(dict[str, Any], model.get_submodule("visual").preprocess_cfg)
     try:
         transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
     except Exception as error:  # OpenCLIP uses assertions without messages
@@ -182,7 +185,7 @@ class _SideFiles:
     @classmethod
     def read(cls, folder: Path, library: Backend) -> _SideFiles:
         home = folder.parent if is_task_tokenizer(folder.name) else folder
-        files = vetted_side_files(home, read_side_files(home))
+        files: dict[str, bytes | dict[str, Any]] = {**vetted_side_files(home, read_side_files(home))}
         if home != folder:  # a task's own tokenizer in an artifact
             inside = f"{folder.name}/"
             files = {name.removeprefix(inside): data for name, data in files.items() if name.startswith(inside)}
@@ -191,7 +194,7 @@ class _SideFiles:
             files[library.CONFIG] = library.vetted_config(home, beside)
         return cls(folder, files)
 
-    def load(self, auto_class: type, what: str) -> Any:
+    def load(self, auto_class: type[AutoTokenizer] | type[AutoImageProcessor], what: str) -> Any:
         """Load a tokenizer or processor of transformers from a private copy, so that it can read nothing else."""
         try:
             with contained(self.folder), private_copy(self.content) as copy:

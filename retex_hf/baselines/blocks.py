@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints import take_inventory
@@ -14,8 +14,10 @@ from ..errors import ConfigError
 ATTENTION = ("attention", "attn")
 NORM = "norm"
 
+Linear = nn.Linear | Conv1D
 
-def linear_layers(model: nn.Module, body: Collection[str]) -> dict[str, nn.Module]:
+
+def linear_layers(model: nn.Module, body: Collection[str]) -> dict[str, Linear]:
     """Return all linear layers of a body, in the model's order. `body` names the tensors of the body."""
     return {
         name: module
@@ -104,13 +106,13 @@ def lookup_table(model: nn.Module, body: Collection[str]) -> str | None:
     return None
 
 
-def layer_size(layer: nn.Module) -> tuple[int, int]:
+def layer_size(layer: Linear) -> tuple[int, int]:
     """Return the input and output width of a linear layer."""
-    weight: Tensor = layer.weight
-    return tuple(weight.shape) if isinstance(layer, Conv1D) else tuple(weight.shape[::-1])
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
-def _expanding(layers: Sequence[nn.Module]) -> int:
+def _expanding(layers: Sequence[Linear]) -> int:
     """Return how many of the first layers form one MLP; 0 where none begins here."""
     narrow, wide = layer_size(layers[0])
     ups = 1

@@ -23,7 +23,7 @@ CACHE_BYTES = 2 * 1024**3
 class TaskBodies(Method):
     """One body per task, made on first use; a batch runs group by group. Does not identify tasks."""
 
-    modes = ("known",)
+    modes: tuple[str, ...] = ("known",)
 
     def fit(self, material: Material) -> None:
         self.readout = material.readout
@@ -44,12 +44,11 @@ class TaskBodies(Method):
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
     ) -> Prediction:
         chosen = self.choose(inputs) if tasks is None else list(tasks)
-        answers: list[Answer | None] = [None] * len(chosen)
+        answers: dict[int, Answer] = {}
         for task, rows in grouped(chosen).items():
             output = self.readout.call(self.module(task), without_padding(take_rows(inputs, rows)))
-            for row, answer in zip(rows.tolist(), self.readout.answers(output, [task] * len(rows)), strict=True):
-                answers[row] = answer
-        return Prediction(answers, chosen)
+            answers.update(zip(rows.tolist(), self.readout.answers(output, [task] * len(rows)), strict=True))
+        return Prediction([answers[row] for row in range(len(chosen))], chosen)
 
     def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
         """Choose the task of every row, where it is not given."""
@@ -81,7 +80,8 @@ class Identified(TaskBodies):
         return self.identifier.tasks_of(inputs)
 
     def storage_bytes(self) -> int:
-        return super().storage_bytes() + self.identifier.storage_bytes(self.held)
+        own = super().storage_bytes()  # type: ignore[safe-super]  # a mixin: that of the method beside it
+        return own + self.identifier.storage_bytes(self.held)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "feature_layer": self.identifier.signatures.feature_layer}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.readout import Answer, Readout
+from ..errors import TaskError
 from ..evaluation.method import Material, Method, Prediction, take_rows, without_padding
 from ..execution import copy_with
 from ..merging.expert_weights import ExpertWeights, Weights
@@ -68,7 +70,7 @@ class Mixtures:
         if self._table is not None:
             for module in set(modules.values()):
                 lookup = module.get_submodule(self._table.rpartition(".")[0])
-                lookup.register_forward_pre_hook(self._look_up)
+                lookup.register_forward_pre_hook(partial(self._look_up, self._table))
         return modules
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class Mixtures:
 
         Rows with equal coefficients run together, all others one at a time.
         """
-        answers: list[Answer | None] = [None] * len(heads)
+        answers: dict[int, Answer] = {}
         distinct, which = coefficients.unique(dim=0, return_inverse=True)
         for first in range(0, len(distinct), self._at_once):
             chunk = distinct[first : first + self._at_once]
@@ -88,9 +90,8 @@ class Mixtures:
             for place, mixture in enumerate(chunk):
                 self._enter(place, mixture)
                 members = (which == first + place).nonzero()[:, 0]
-                for row, answer in self._run(readout, inputs, members, heads):
-                    answers[row] = answer
-        return answers
+                answers.update(self._run(readout, inputs, members, heads))
+        return [answers[row] for row in range(len(heads))]
 
     def _enter(self, place: int, coefficients: Tensor) -> None:
         """Copy the body at a position of the workspace into the models."""
@@ -109,10 +110,10 @@ class Mixtures:
             found += zip(rows, readout.answers(output, [heads[row] for row in rows]), strict=True)
         return found
 
-    def _look_up(self, module: nn.Embedding, args: tuple[Any, ...]) -> None:
+    def _look_up(self, table: str, module: nn.Embedding, args: tuple[Any, ...]) -> None:
         """Mix the rows of the table that are about to be looked up."""
         lines = args[0].unique()
-        corners = self._corners[self._table].view(len(self.tasks), *module.weight.shape)
+        corners = self._corners[table].view(len(self.tasks), *module.weight.shape)
         module.weight.data[lines] = torch.tensordot(self._coefficients, corners[:, lines], 1)
 
 
@@ -157,7 +158,7 @@ class Dynamic(Method):
     ) -> Prediction:
         names = self.weights.tasks
         keys = row_keys(inputs) if self.remember else None
-        shares = one_hot(names, tasks) if oracle else self._shares(inputs, keys)
+        shares = true_shares(self.name, names, tasks) if oracle else self._shares(inputs, keys)
         heads = [names[index] for index in shares.argmax(-1).tolist()] if tasks is None else list(tasks)
         return Prediction(self._answers(inputs, self.coefficients(shares), heads, keys), heads)
 
@@ -193,8 +194,10 @@ class Dynamic(Method):
         return [self._answered[key] for key in whole]
 
 
-def one_hot(names: Sequence[str], tasks: Sequence[str]) -> Tensor:
-    """Return one for each row's task and zero for others (rows, T)."""
+def true_shares(method: str, names: Sequence[str], tasks: Sequence[str] | None) -> Tensor:
+    """Return one for each row's task and zero for others (rows, T), for oracle routing; refuse rows without tasks."""
+    if tasks is None:
+        raise TaskError(f"{method} needs the task of every row for oracle routing.")
     return torch.eye(len(names))[[names.index(task) for task in tasks]]
 
 

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..errors import ConfigError
 from ..evaluation.method import Material
 from ..merging.expert_weights import ExpertWeights
 from ..routing import FeatureExtractor, feature_blocks
 from ..utils.progress import track
 
 FEATURE_BATCH = 64
+
+
+@dataclass(frozen=True)
+class GateTraining:
+    """How a gate is trained: epochs over the training inputs, by Adam."""
+
+    epochs: int
+    learning_rate: float
+    batch_size: int
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ConfigError(f"A gate is trained for at least one epoch, not {self.epochs}.")
 
 
 class TaskGate:
@@ -27,12 +43,15 @@ class TaskGate:
         make: Makes the network, from features (rows, d) to scores (rows, T), given the width d.
     """
 
+    network: nn.Module
+    """Made by `fit`."""
+
     def __init__(self, weights: ExpertWeights, body: Mapping[str, Tensor], make: Callable[[int], nn.Module]) -> None:
         model = weights.module(body, weights.tasks[0])
         self.tasks = weights.tasks
         self.layer = feature_blocks(model)[-1]
         self.extractor = FeatureExtractor(model, [self.layer], "mean")
-        self._make, self.network = make, None
+        self._make = make
 
     def features(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the features (rows, d) of a batch."""
@@ -42,20 +61,22 @@ class TaskGate:
         """Return the probabilities (rows, T) of the tasks."""
         return self.network(self.features(inputs)).softmax(-1)
 
-    def fit(self, material: Material, rows_per_task: Mapping[str, int], validation_rows: int, **options: Any) -> float:
+    def fit(
+        self, material: Material, rows_per_task: Mapping[str, int], validation_rows: int, how: GateTraining
+    ) -> float:
         """Train on training inputs and their tasks, without labels; return the accuracy on validation inputs."""
         training, known = self._read(
-            {task: material.sample(task, rows_per_task[task]) for task in self.tasks}, material, options["progress"]
+            {task: material.sample(task, rows_per_task[task]) for task in self.tasks}, material, how.progress
         )
         held_out, held_known = self._read(
             {task: list(material.validation[task].inputs[:validation_rows]) for task in self.tasks},
             material,
-            options["progress"],
+            how.progress,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(material.seed)
             self.network = self._make(training.shape[1])
-            return train_gate(self.network, (training, known), (held_out, held_known), **options)
+            return train_gate(self.network, (training, known), (held_out, held_known), how)
 
     def numbers(self) -> int:
         """Return how many numbers the network holds."""
@@ -73,25 +94,18 @@ class TaskGate:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def train_gate(
-    network: nn.Module,
-    training: tuple[Tensor, Tensor],
-    validation: tuple[Tensor, Tensor],
-    *,
-    epochs: int,
-    learning_rate: float,
-    batch_size: int,
-    progress: bool,
+    network: nn.Module, training: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], how: GateTraining
 ) -> float:
     """Train a classifier of features by Adam, and keep the epoch with the best validation accuracy.
 
     Return the share of validation rows that it gets right. Draws from torch's global generator.
     """
     features, known = training
-    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
-    best, kept = -1.0, None
-    for _ in track(range(epochs), title="Training the gate", unit="epoch", progress=progress):
+    optimizer = torch.optim.Adam(network.parameters(), lr=how.learning_rate)
+    best, kept = -1.0, network.state_dict()
+    for _ in track(range(how.epochs), title="Training the gate", unit="epoch", progress=how.progress):
         network.train()
-        for rows in torch.randperm(len(features)).split(batch_size):
+        for rows in torch.randperm(len(features)).split(how.batch_size):
             if len(rows) == 1 < len(features):
                 continue  # batch normalisation cannot normalise a single row
             loss = cross_entropy(network(features[rows]), known[rows])

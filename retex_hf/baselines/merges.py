@@ -7,9 +7,10 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from ..config import RetexConfig
 from ..errors import ConfigError
@@ -68,9 +69,10 @@ def shared_body(material: Material, source: str | Mapping[str, Any], rows: int =
     weights = expert_weights(material)
     if source == PRETRAINED or _is_tensors(source):
         return source_body(weights, source)
-    if _split(source)[0] in merge_methods():
-        return source_body(weights, learned_merge(material, source, rows))
-    config = RetexConfig(merge=source, exclude=["*"])
+    merge = source if isinstance(source, str) else dict(source)
+    if _split(merge)[0] in merge_methods():
+        return source_body(weights, learned_merge(material, merge, rows))
+    config = RetexConfig(merge=merge, exclude=["*"])
     merged = RetexModel.from_experts(material.base, material.experts, config, progress=False).model.state_dict()
     return {name: merged[name].float() for name in weights.base}
 
@@ -106,7 +108,7 @@ def describe_merge(merge: Merge) -> dict[str, Any]:
     return {"method": merge_name(merge), **options}
 
 
-def _is_tensors(source: str | Mapping[str, Any]) -> bool:
+def _is_tensors(source: str | Mapping[str, Any]) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(source, Mapping) and "method" not in source
 
 

@@ -17,7 +17,7 @@ from ..merging.adamerging import learn_coefficients, trimmed
 from ..merging.expert_weights import ExpertWeights, Weights
 from .blocks import block_tensors, find_attention, norms_and_embeddings, require_mlps
 from .dynamic import Dynamic, Mixtures, bytes_of
-from .gate import TaskGate
+from .gate import GateTraining, TaskGate
 
 
 class MoW(Dynamic):
@@ -81,18 +81,9 @@ class MoW(Dynamic):
         self.blocks, self.mlps, self.attention = blocks, mlps, attention
         self.train_share, self.validation_rows, self.hidden = train_share, validation_rows, hidden
         self.static, self.density, self.static_pool = static, density, static_pool
-        self._training = {
-            "epochs": epochs,
-            "learning_rate": learning_rate,
-            "batch_size": batch_size,
-            "progress": progress,
-        }
-        self._learning = {
-            "steps": static_steps,
-            "rows_per_task": static_rows_per_task,
-            "learning_rate": static_learning_rate,
-            "progress": progress,
-        }
+        self._training = GateTraining(epochs, learning_rate, batch_size, progress)
+        self.static_steps, self.static_rows_per_task = static_steps, static_rows_per_task
+        self.static_learning_rate, self.progress = static_learning_rate, progress
 
     def prepare(self, material: Material) -> Mixtures:
         weights = self.weights
@@ -106,7 +97,7 @@ class MoW(Dynamic):
         middle = {**static, **{name: stack.mean(0) for name, stack in corners.items()}}
         self.gate = TaskGate(weights, middle, lambda width: gate_network(width, self.hidden, len(weights.tasks)))
         counts = {task: max(1, ceil(self.train_share * len(material.train[task]))) for task in weights.tasks}
-        self.validation_accuracy = self.gate.fit(material, counts, self.validation_rows, **self._training)
+        self.validation_accuracy = self.gate.fit(material, counts, self.validation_rows, self._training)
         return Mixtures(weights, corners, static)
 
     def _choose_blocks(self) -> list[tuple[str, ...]]:
@@ -128,15 +119,18 @@ class MoW(Dynamic):
     def _learn_static(self, material: Material) -> Weights:
         weights = self.weights
         batches = {
-            task: material.references(task, self.static_pool, self._learning["rows_per_task"]) for task in weights.tasks
+            task: material.references(task, self.static_pool, self.static_rows_per_task) for task in weights.tasks
         }
         learnt = learn_coefficients(
             weights,
             material.readout.logits,
             batches,
+            steps=self.static_steps,
+            rows_per_task=self.static_rows_per_task,
+            learning_rate=self.static_learning_rate,
             trimmed_density=self.density,
             seed=material.seed,
-            **self._learning,
+            progress=self.progress,
         )
         vectors = trimmed(weights.vectors, self.density)
         return {

@@ -31,6 +31,8 @@ class Retex(Method):
     """
 
     routes = True
+    model: RetexModel
+    """The given one, or made by `fit`."""
 
     def __init__(
         self,
@@ -43,11 +45,12 @@ class Retex(Method):
     ) -> None:
         self.name, self.config, self.options = name, config or RetexConfig(), options
         self.calibration_rows, self._given = calibration_rows, model
-        self.model = model
+        if model is not None:
+            self.model = model
 
     def fit(self, material: Material) -> None:
-        self.readout, self.model = material.readout, self._given
-        if self.model is None:
+        self.readout = material.readout
+        if self._given is None:
             merge = learned_merge(material, self.config.merge, self.calibration_rows)
             config, options = replace(self.config, merge=merge), {"progress": False, **self.options}
             self.model = RetexModel.from_experts(material.base, material.experts, config, **options)

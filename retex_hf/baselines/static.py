@@ -51,7 +51,8 @@ class OneBody(TaskBodies):
     def __init__(self, head: str = "confidence", identifier: Identifier | None = None) -> None:
         if head not in HEADS:
             raise ConfigError(f"{type(self).__name__}: head must be one of {HEADS}, not {head!r}.")
-        self.head, self._given, self.identifier = head, identifier, None
+        self.head, self._given = head, identifier
+        self.identifier: Identifier | None = None
 
     def fit(self, material: Material) -> None:
         super().fit(material)
@@ -89,7 +90,7 @@ class OneBody(TaskBodies):
         return Prediction(self.readout.answers(output, tasks or []), None if tasks is None else list(tasks))
 
     def choose(self, inputs: Mapping[str, Tensor]) -> list[str]:
-        return self.identifier.tasks_of(inputs)
+        return super().choose(inputs) if self.identifier is None else self.identifier.tasks_of(inputs)
 
     def storage_bytes(self) -> int:
         identifier = 0 if self.identifier is None else self.identifier.storage_bytes((self.source,))

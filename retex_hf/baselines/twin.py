@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..evaluation.method import Material
 from ..recovery.closed_form import solve_matrices
 from .dynamic import Dynamic, Mixtures, bytes_of, task_arithmetic
-from .gate import TaskGate
+from .gate import GateTraining, TaskGate
 
 
 class TwinMerging(Dynamic):
@@ -60,12 +60,7 @@ class TwinMerging(Dynamic):
             raise ConfigError(f"TwinMerging: rank_ratio must be in (0, 1], not {rank_ratio!r}.")
         self.scale, self.rank_ratio, self.dropout = scale, rank_ratio, dropout
         self.rows_per_task, self.validation_rows = rows_per_task, validation_rows
-        self._training = {
-            "epochs": epochs,
-            "learning_rate": learning_rate,
-            "batch_size": batch_size,
-            "progress": progress,
-        }
+        self._training = GateTraining(epochs, learning_rate, batch_size, progress)
 
     def prepare(self, material: Material) -> Mixtures:
         weights = self.weights
@@ -80,7 +75,7 @@ class TwinMerging(Dynamic):
                 self._exclusive_numbers[name] += numbers
         self.gate = TaskGate(weights, shared, lambda width: router(width, len(weights.tasks), self.dropout))
         counts = {task: self.rows_per_task for task in weights.tasks}
-        self.validation_accuracy = self.gate.fit(material, counts, self.validation_rows, **self._training)
+        self.validation_accuracy = self.gate.fit(material, counts, self.validation_rows, self._training)
         return Mixtures(weights, corners, {})
 
     def route(self, inputs: Mapping[str, Tensor]) -> Tensor:

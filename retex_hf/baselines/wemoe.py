@@ -5,21 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..data.readout import Answer, entropy
+from ..data.task_data import TaskData
+from ..errors import ConfigError
 from ..evaluation.method import Material, Method, Prediction, without_padding
 from ..merging.expert_weights import ExpertWeights
 from ..routing import pool
 from ..utils.progress import track
-from .blocks import layer_size, require_mlps
-from .dynamic import bytes_of, one_hot, row_keys, task_arithmetic
+from .blocks import require_mlps
+from .dynamic import bytes_of, row_keys, task_arithmetic, true_shares
 from .heads import most_confident
 from .shared_body import SharedBody
 from .weights import expert_weights
@@ -80,7 +83,7 @@ class WEMoE(Method):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(material.seed)
             self.experts = [MixedMLP(weights, model, layers, self.scale) for layers in names]
-        self._remembered: dict[bytes, tuple[str | None, dict[str | None, Answer]]] = {}
+        self._remembered: dict[bytes, tuple[str, dict[str, Answer]]] = {}
         self.entropies = self._train(material)
 
     def _train(self, material: Material) -> list[float]:
@@ -95,7 +98,7 @@ class WEMoE(Method):
             optimizer.zero_grad()
             total = 0.0
             for task in tasks:
-                inputs = material.collate(_draw(material.train[task].inputs, self.rows_per_task, generator))
+                inputs = material.collate(_draw(material.train[task], self.rows_per_task, generator))
                 with torch.enable_grad():
                     loss = entropy(self._scores(inputs, [task])[task]).mean() / len(tasks)
                     loss.backward()
@@ -112,7 +115,7 @@ class WEMoE(Method):
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
     ) -> Prediction:
         if oracle:
-            found = self._answer(inputs, tasks, one_hot(self.weights.tasks, tasks))
+            found = self._answer(inputs, tasks, true_shares(self.name, self.weights.tasks, tasks))
         elif self.remember:
             keys = row_keys(inputs)
             if not all(key in self._remembered for key in keys):
@@ -126,15 +129,15 @@ class WEMoE(Method):
 
     def _answer(
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None, fixed: Tensor | None = None
-    ) -> list[tuple[str | None, dict[str | None, Answer]]]:
+    ) -> list[tuple[str, dict[str, Answer]]]:
         """Return every row's most confident head (if no tasks are given) and its answers under the requested heads."""
         names = self.weights.tasks
         if not self.readout.chooses_head:
             output = self._run(inputs, fixed, partial(self.readout.call, self.shared.modules[names[0]]))
             count = len(next(iter(inputs.values())))
             texts = self.readout.answers(output, names[:1] * count)
-            # Generated text does not depend on the task, given or not.
-            return [(None, dict.fromkeys((*names, None), text)) for text in texts]
+            # Generated text does not depend on the task, so any may stand for the surest.
+            return [(names[0], dict.fromkeys(names, text)) for text in texts]
         scores = self._scores(inputs, tasks or names, fixed)
         chosen = most_confident(scores)[0] if tasks is None else tasks
         classes = {task: of.argmax(-1).tolist() for task, of in scores.items()}
@@ -189,7 +192,7 @@ class MixedMLP:
             if isinstance(module, Conv1D):
                 stack = stack.transpose(1, 2).contiguous()
             if position == 0:
-                self.router = mlp_router(layer_size(module)[0], len(weights.tasks), scale)
+                self.router = mlp_router(stack.shape[2], len(weights.tasks), scale)
             bias = None
             if module.bias is not None:
                 bias = torch.cat([weights.vectors[f"{layer}.bias"], weights.base[f"{layer}.bias"][None]])
@@ -197,8 +200,10 @@ class MixedMLP:
 
     def _forward(self, first: bool, stack: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
         if first:
-            coefficients = self._route(hidden) if self.fixed is None else self._given(len(hidden))
+            coefficients = self._route(hidden) if self.fixed is None else _for_beams(self.fixed, len(hidden))
             self.coefficients = torch.cat([coefficients, torch.ones(len(hidden), 1)], 1)
+        if self.coefficients is None:
+            raise ConfigError(f"WEMoE: the first layer of an MLP must run first, but {self.names[0]!r} did not.")
         return mixed_linear(hidden, self.coefficients, stack, bias)
 
     def _route(self, hidden: Tensor) -> Tensor:
@@ -208,17 +213,14 @@ class MixedMLP:
         fits = self.mask is not None and not self.in_decoder and hidden.shape[:-1] == self.mask.shape
         return pool(per_token.flatten(1, -2), self.mask if fits else None, "mean")
 
-    def _given(self, rows: int) -> Tensor:
-        return self.fixed.repeat_interleave(rows // len(self.fixed), 0)  # beams of a row are adjacent
-
 
 def mlp_router(width: int, tasks: int, start: float) -> nn.Sequential:
     """Make a network of two layers whose initial output is `start` for every task, up to a little noise."""
-    router = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, tasks))
-    for layer, bias in ((router[0], 0.0), (router[2], start)):
+    first, last = nn.Linear(width, width), nn.Linear(width, tasks)
+    for layer, bias in ((first, 0.0), (last, start)):
         nn.init.normal_(layer.weight, std=0.01)
         nn.init.constant_(layer.bias, bias)
-    return router
+    return nn.Sequential(first, nn.ReLU(), last)
 
 
 def mixed_linear(hidden: Tensor, coefficients: Tensor, stack: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -255,14 +257,19 @@ def _with_own_weights(tokens: Tensor, coefficients: Tensor, stack: Tensor) -> Te
     return checkpoint(apply, tokens, coefficients, use_reentrant=False, preserve_rng_state=False)
 
 
+def _for_beams(coefficients: Tensor, rows: int) -> Tensor:
+    """Repeat the coefficients of each row for its beams, which are adjacent."""
+    return coefficients.repeat_interleave(rows // len(coefficients), 0)
+
+
 def _in_decoder(model: nn.Module, layer: str) -> bool:
     """Return whether a layer sees generated tokens, to which the mask of the inputs does not apply."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    decoder = model.get_decoder()
+    decoder = cast(PreTrainedModel, model).get_decoder()  # only these have such a configuration
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     return layer.startswith(f"{prefix}.")
 
 
-def _draw(inputs: Sequence[Any], count: int, generator: random.Random) -> list[Any]:
-    return [inputs[index] for index in generator.sample(range(len(inputs)), min(count, len(inputs)))]
+def _draw(data: TaskData, count: int, generator: random.Random) -> list[Any]:
+    return [data.inputs[index] for index in generator.sample(range(len(data)), min(count, len(data)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..artifact.recipe_record import RecipeRecord, check_trusted
 from ..errors import ConfigError
@@ -91,7 +91,7 @@ class EvalOptions(DeviceOptions):
             raise ConfigError(f"{self.artifact} is on the Hub, where no figures can be stored: pass --no-save.")
         experts, base = self._individual(recipe, model.tasks) if self.individual else (None, None)
         classes = read_classes(self.classes)
-        generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        generate: dict[str, Any] = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         if self.input_column is None and not self.data:
             self.input_column = recipe.references().get("input_column")
         preprocessor = preprocessor_of(model, self.max_length)
@@ -111,8 +111,14 @@ class EvalOptions(DeviceOptions):
     def _load(self, model: RetexModel, task: str, source: str, classes: dict[str, list[str]] | None) -> TaskData:
         described = model.retex_config.labels.get(task)
         names = list(described["id2label"].values()) if described else (classes or {}).get(task)
-        columns = {"input_column": self.input_column, "label_column": self.label_column}
-        loaded = load_task(task, source, split=self.split, label_names=names, **columns)
+        loaded = load_task(
+            task,
+            source,
+            split=self.split,
+            input_column=self.input_column,
+            label_column=self.label_column,
+            label_names=names,
+        )
         return loaded if self.rows is None else sample_rows(loaded, self.rows, self.seed)
 
     def _trusted_data(self, recipe: RecipeRecord, tasks: list[str]) -> dict[str, str]:

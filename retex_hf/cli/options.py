@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
+@dataclasses.dataclass
 class Options(ABC):
     """Base class of a command's options. Subclasses are dataclasses with `EXAMPLES` and `run`."""
 
@@ -49,7 +50,7 @@ class Options(ABC):
     def parser(cls, prog: str) -> Parser:
         parser = Parser(
             prog=prog,
-            description=inspect.cleandoc(cls.__doc__).partition("\nArgs:")[0],
+            description=inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:")[0],
             epilog="examples:\n" + textwrap.indent(inspect.cleandoc(cls.EXAMPLES), "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -183,7 +184,7 @@ class _AddPair(argparse.Action):
 
 def describe(cls: type, name: str) -> str:
     """Return the documentation of a field from the docstring of a class or of its bases."""
-    texts = (base.__doc__ for base in cls.__mro__ if dataclasses.is_dataclass(base))
+    texts = (base.__doc__ or "" for base in cls.__mro__ if dataclasses.is_dataclass(base))
     # Python 3.13 removes the indentation of docstrings itself.
     pattern = re.compile(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", re.MULTILINE)
     found = next(match for text in texts if (match := pattern.search(inspect.cleandoc(text))))

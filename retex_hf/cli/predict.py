@@ -109,7 +109,7 @@ class PredictOptions(DeviceOptions):
         elif model.signatures is None and model.retex_config.signatures == "inputs":
             raise InputError(f"{self.artifact} has no signatures yet: run retex sign, or name the task with --task.")
         preprocessor = preprocessor_of(model, self.max_length)
-        generate = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        generate: dict[str, Any] = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         classes = read_classes(self.classes)
         return Predictor(
             model, preprocessor, classes=classes, prompt=self.prompt, batch_size=self.batch_size, **generate

@@ -46,18 +46,27 @@ class PushOptions(Options):
     max_shard_size: str | None = None
 
     def run(self) -> None:
-        options = {
-            "private": self.private or None,
-            "revision": self.revision,
-            "create_pr": self.create_pr,
-            "commit_message": self.commit_message,
-        }
+        private = self.private or None
         with waiting(f"Pushing to {without_secrets(self.repo_id)}"):
             if self.max_shard_size is None:
-                commit = push_folder(self.artifact, self.repo_id, **options)
+                commit = push_folder(
+                    self.artifact,
+                    self.repo_id,
+                    private=private,
+                    revision=self.revision,
+                    create_pr=self.create_pr,
+                    commit_message=self.commit_message,
+                )
             else:
                 from ..model.retex_model import RetexModel  # imported only where a model is loaded, which is slow
 
                 model = RetexModel.from_pretrained(self.artifact)
-                commit = model.push_to_hub(self.repo_id, max_shard_size=self.max_shard_size, **options)
+                commit = model.push_to_hub(
+                    self.repo_id,
+                    private=private,
+                    revision=self.revision,
+                    create_pr=self.create_pr,
+                    commit_message=self.commit_message,
+                    max_shard_size=self.max_shard_size,
+                )
         say(without_secrets(commit.pr_url or commit.commit_url))

@@ -71,7 +71,7 @@ def _numbered(stream: BinaryIO, where: str) -> Iterator[tuple[int, str]]:
 
 
 def _lines(lines: Iterator[tuple[int, str]], where: str, kind: str, column: str | None) -> Iterator[Input]:
-    is_json = where.endswith((".jsonl", ".json")) or None
+    is_json: bool | None = where.endswith((".jsonl", ".json")) or None
     for number, line in lines:
         if is_json is None and where == "standard input":
             is_json = line.startswith("{")  # the first line decides for all lines

@@ -58,15 +58,13 @@ def summary_html(call: Call) -> Markup:
 
 def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup:
     """Render one input: its content, its task, both answers, and the bars of all tasks."""
-    routed = answer.residuals is not None
     body = [_shown(given), _answers_html(answer, merged)]
-    bars = bars_html(answer) if routed else Markup('<p class="rx-note">The task was chosen by hand.</p>')
     return Markup(
         '<article class="rx-card" aria-label="Input {}">'
         '<div class="rx-left">{}</div>'
         '<div class="rx-right"><p class="rx-chosen">{} <strong data-task="{}">{}</strong></p>{}</div>'
         "</article>"
-    ).format(number, Markup("").join(body), _way(answer), answer.task, answer.task, bars)
+    ).format(number, Markup("").join(body), _way(answer), answer.task, answer.task, bars_html(answer))
 
 
 def _way(answer: Answer) -> str:
@@ -78,6 +76,8 @@ def _way(answer: Answer) -> str:
 
 def bars_html(answer: Answer) -> Markup:
     """Render a table of all tasks, the nearest first: a bar as long as the residual, its value, and the probability."""
+    if answer.residuals is None or answer.probabilities is None:
+        return Markup('<p class="rx-note">The task was chosen by hand.</p>')
     lengths = bar_lengths(answer.residuals)
     rows = []
     for task, residual in sorted(answer.residuals.items(), key=lambda item: item[1]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,11 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import InputError
 from .inputs import MOST_CHARACTERS, MOST_INPUTS
 from .uploads import Uploads
-
-Message = dict[str, Any]
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 READ = re.compile(
     r"/|/config/?|/theme\.css|/favicon\.ico|/robots\.txt|/manifest\.json|/pwa_icon(/\d+)?|/(assets|static|svelte)/.+|"
@@ -56,11 +53,11 @@ class Guard:
         inputs: Number of values that each function of the page takes, by its index.
     """
 
-    def __init__(self, app: App, *, uploads: Uploads | None, inputs: Mapping[int, int]) -> None:
+    def __init__(self, app: ASGIApp, *, uploads: Uploads | None, inputs: Mapping[int, int]) -> None:
         self._app, self._uploads, self._inputs = app, uploads, inputs
         self._open = self._bodies = 0
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -74,7 +71,7 @@ class Guard:
             # Gradio's page shows the text in `detail`.
             await JSONResponse({"detail": sentence}, status)(scope, receive, send)
 
-    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if method in ("GET", "HEAD") and (READ.fullmatch(path) or self._may_read(path)):
             await self._app(scope, receive, send)
@@ -85,7 +82,7 @@ class Guard:
             body = await self._body(scope, receive, MOST_LOGIN_BYTES)
             await self._app(*_with_body(scope, receive, body), send)
         elif method == "POST" and path == UPLOAD and self._uploads is not None:
-            response = await self._upload(scope, receive)
+            response = await self._upload(scope, receive, self._uploads)
             await response(scope, receive, send)
         else:
             raise Refused(404, "This page has no such address.")
@@ -95,7 +92,7 @@ class Guard:
         return self._uploads is not None and path.startswith(FILE) and self._uploads.holds(path.removeprefix(FILE))
 
     @contextmanager
-    def _counted(self, name: str, most: int):
+    def _counted(self, name: str, most: int) -> Iterator[None]:
         if getattr(self, name) >= most:
             raise Refused(503, "The page has too many visitors; try again later.")
         setattr(self, name, getattr(self, name) + 1)
@@ -104,7 +101,7 @@ class Guard:
         finally:
             setattr(self, name, getattr(self, name) - 1)
 
-    async def _body(self, scope: Message, receive: Receive, most: int) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, most: int) -> bytes:
         with self._counted("_bodies", MOST_BODIES), _in_time():
             async with asyncio.timeout(SECONDS):
                 return b"".join([chunk async for chunk in Request(scope, _up_to(receive, most)).stream()])
@@ -140,7 +137,7 @@ class Guard:
             raise Refused(422, "An upload is named more than once; add each image once.")
         return [{"image": {"path": path, "meta": {"_type": "gradio.FileData"}}, "caption": None} for path in paths]
 
-    async def _upload(self, scope: Message, receive: Receive) -> Response:
+    async def _upload(self, scope: Scope, receive: Receive, uploads: Uploads) -> Response:
         if refusal := await self._login(scope):
             return refusal
         request = Request(scope, _up_to(receive, MOST_UPLOAD_BYTES))
@@ -152,15 +149,18 @@ class Guard:
                     asyncio.timeout(SECONDS),
                     request.form(max_files=MOST_INPUTS, max_fields=0) as form,
                 ):
-                    files = [file for file in form.getlist("files") if isinstance(file, UploadFile)]
-                    kept = self._uploads.keep((file.filename or "", file.file, file.size) for file in files)
+                    kept = uploads.keep(
+                        (file.filename or "", file.file, file.size)
+                        for file in form.getlist("files")
+                        if isinstance(file, UploadFile) and file.size is not None
+                    )
                     return JSONResponse(kept) if kept else PlainTextResponse(NO_UPLOAD, 400)
         except InputError as error:
             return PlainTextResponse(str(error), 413)
         except HTTPException:  # starlette raises it for a malformed form or for too many files
             return PlainTextResponse(NO_UPLOAD, 400)
 
-    async def _login(self, scope: Message) -> Response | None:
+    async def _login(self, scope: Scope) -> Response | None:
         """Return gradio's refusal of a visitor who has not logged in, where the page requires a login."""
         answered: list[Message] = []
 
@@ -177,7 +177,7 @@ class Guard:
 
 
 @contextmanager
-def _in_time():
+def _in_time() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
@@ -201,7 +201,7 @@ def _up_to(receive: Receive, most: int) -> Receive:
     return limited
 
 
-def _with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
+def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
     """Return a request with this body; later messages (such as a disconnect) are passed on."""
     headers = [
         (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")

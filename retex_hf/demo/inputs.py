@@ -31,14 +31,14 @@ def read_texts(typed: str) -> list[str | tuple[str, str]]:
     # Not str.splitlines, which also splits at form feeds and other characters that texts from files contain.
     lines = [line for line in typed.replace("\r\n", "\n").split("\n") if line.strip()]
     _check_number(len(lines), "text", "Type at least one text.")
-    texts = []
+    texts: list[str | tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
         if len(line) > MOST_CHARACTERS:
             raise InputError(f"Text {number} has {len(line)} characters; the page takes at most {MOST_CHARACTERS}.")
         parts = [part.strip() for part in line.split("\t") if part.strip()]
         if len(parts) > 2:
             raise InputError(f"Text {number} has {len(parts)} parts between tabs; a pair of texts has two.")
-        texts.append(tuple(parts) if len(parts) == 2 else parts[0])
+        texts.append((parts[0], parts[1]) if len(parts) == 2 else parts[0])
     return texts
 
 

@@ -84,7 +84,8 @@ def make_demo(
     Returns:
         `gradio.Blocks`; call its `launch` with the options from `launch_options()`.
     """
-    generate = {"max_new_tokens": NEW_TOKENS} if answer_kind(model, classes is not None) == GENERATOR else {}
+    generates = answer_kind(model, classes is not None) == GENERATOR
+    generate: dict[str, Any] = {"max_new_tokens": NEW_TOKENS} if generates else {}
     predictor = Predictor(model, preprocessor, classes=classes, **generate)
     title = title or "ReTeX"
     turns = Turns()
@@ -181,6 +182,7 @@ def answer(predictor: Predictor, inputs: Sequence[Any], task: str | None, *, fir
 
 def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None, turns: Turns) -> None:
     is_text = predictor.preprocessor.kind == TEXT
+    given: gr.Textbox | gr.Gallery
     if is_text:
         given = gr.Textbox(
             label="Texts, one per line",
@@ -217,7 +219,7 @@ def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None, turns: Tur
     result = _html(elem_id="result", min_height=60)
     read = read_texts if is_text else _read_gallery
     run = _in_turn(turns, _handler(predictor, read))
-    triggers = [button.click, given.submit] if is_text else [button.click]
+    triggers = [button.click, given.submit] if isinstance(given, gr.Textbox) else [button.click]
     # One call at a time: concurrent calls would slow each other down and make their latencies meaningless.
     gr.on(triggers, run, [given, choice], result, api_visibility="private", concurrency_limit=1)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..errors import EvaluationError
 
@@ -55,7 +56,7 @@ def resampled_accuracies(rows: Mapping[str, np.ndarray], *, resamples: int = RES
     return np.stack(drawn, axis=-1)
 
 
-def interval(value: float, samples: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> Interval:
+def interval(value: float, samples: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
     """Return the percentile interval of a figure, from its values on resampled data.
 
     Resamples on which the figure is undefined are left out.
@@ -65,7 +66,7 @@ def interval(value: float, samples: Sequence[float] | np.ndarray, confidence: fl
     Interval(value=0.5, low=0.25, high=0.75)
     """
     tail = 50 * (1 - confidence)
-    low, high = np.nanpercentile(samples, [tail, 100 - tail])
+    low, high = np.nanpercentile(np.asarray(samples, dtype=np.float64), [tail, 100 - tail])
     return Interval(float(value), float(low), float(high))
 
 

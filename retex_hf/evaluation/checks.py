@@ -57,9 +57,13 @@ def _check_class(task: str, row: int, answer: Any, width: int | None) -> None:
         label = index(answer)
     except TypeError:
         raise EvaluationError(f"Row {row} of task {task!r} has label {answer!r}, which is no whole number.") from None
-    if label < 0 or (width is not None and label >= width):
-        allowed = "below 0" if label < 0 else f"outside the head's {width} classes (0 to {width - 1})"
-        raise EvaluationError(f"Row {row} of task {task!r} has label {label}, which is {allowed}.")
+    if label < 0:
+        raise EvaluationError(f"Row {row} of task {task!r} has label {label}, which is below 0.")
+    if width is not None and label >= width:
+        raise EvaluationError(
+            f"Row {row} of task {task!r} has label {label}, which is outside the head's {width} classes "
+            f"(0 to {width - 1})."
+        )
 
 
 def is_missing(answer: Any) -> bool:

@@ -39,8 +39,8 @@ class Comparison:
                 raise EvaluationError(f"The {role} method {name!r} is not among the methods {list(self.methods)}.")
         self.individual, self.reference, self.seed = individual, reference, seed
         self.resamples, self.confidence = resamples, confidence
-        self._individual = None if individual is None else self._individual_rows()
-        self.body_bytes = body_bytes
+        self._individual = None if individual is None else self._individual_rows(individual)
+        self.body_bytes: float | None = body_bytes
         if body_bytes is None and individual is not None:
             self.body_bytes = _storage(self.methods[individual]) / len(self.tasks)
 
@@ -54,8 +54,7 @@ class Comparison:
             if name not in self.methods or mode not in self.methods[name][0].scores:
                 raise EvaluationError(f"There is no evaluation of {name!r} in mode {mode!r} to compare.")
         one, other = (_mean_rows(self.methods[name], mode, "correct") for name in (first, second))
-        options = {"resamples": self.resamples, "confidence": self.confidence, "seed": self.seed}
-        return paired_difference(one, other, **options)
+        return paired_difference(one, other, resamples=self.resamples, confidence=self.confidence, seed=self.seed)
 
     def summarise(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -73,7 +72,7 @@ class Comparison:
 
     def _describe(self, name: str, runs: Sequence[Evaluation]) -> dict[str, Any]:
         stored, body = _storage(runs), self.body_bytes
-        shares = {"total": None, "added": None}
+        shares: dict[str, float | None] = {"total": None, "added": None}
         if body is not None:
             experts = body * len(self.tasks)
             shares = {"total": round(stored / experts, DIGITS), "added": round((stored - body) / experts, DIGITS)}
@@ -81,10 +80,10 @@ class Comparison:
         states = runs[0].state if len(runs) == 1 else {str(run.seed): run.state for run in runs}
         return {"seeds": seeds, "storage_bytes": stored, "storage": shares, "state": states, "modes": {}}
 
-    def _individual_rows(self) -> Rows:
-        runs = self.methods[self.individual]
+    def _individual_rows(self, name: str) -> Rows:
+        runs = self.methods[name]
         if "known" not in runs[0].scores:
-            raise EvaluationError(f"The individual method {self.individual!r} was not asked with the task known.")
+            raise EvaluationError(f"The individual method {name!r} was not asked with the task known.")
         rows = _mean_rows(runs, "known", "correct")
         for task, right in rows.items():
             if not right.any():
@@ -107,10 +106,10 @@ class Comparison:
             spread = self._spread(name, mode)
             figures[name] = {"accuracy": self._figure(rows[name], samples[:, place], spread.get("accuracy"))}
             if self._individual is not None:
-                values = normalised(_shares(rows[name]), _shares(self._individual))
+                value = float(normalised(_shares(rows[name]), _shares(self._individual)))
                 ratios = normalised(samples[:, place], samples[:, len(names)])
                 figures[name]["normalised"] = _rounded(
-                    interval(values, ratios, self.confidence), spread.get("normalised")
+                    interval(value, ratios, self.confidence), spread.get("normalised")
                 )
             if name in found:
                 mine = samples[:, len(everything) - len(found) + said.index(name)]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..data.readout import Readout
 from ..data.task_data import TaskData
-from ..errors import EvaluationError
+from ..errors import EvaluationError, TaskError
 from ..merging.expert_weights import ExpertWeights
 from ..utils.atomic_file import whole_file
 from ..utils.atomic_folder import check_target
@@ -56,6 +56,8 @@ class StaticModel(Method):
     def predict(
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
     ) -> Prediction:
+        if tasks is None:
+            raise TaskError(f"{self.name} has no router: name the task of every row.")
         return Prediction(self.readout.answers(self.readout.call(self.model, inputs), list(tasks)), list(tasks))
 
     def storage_bytes(self) -> int:

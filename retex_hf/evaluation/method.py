@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..data.readout import Answer, Readout
 from ..data.task_data import TaskData
 
+Shared = TypeVar("Shared")
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Turns a list of raw inputs (texts, images) into the keyword arguments of a model's forward."""
 
@@ -22,7 +23,7 @@ Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 class Prediction:
     """Answers to the rows of a batch, and the task that each row was taken for (None where a method does not say)."""
 
-    answers: list[Answer]
+    answers: Sequence[Answer]
     tasks: list[str] | None
 
 
@@ -54,7 +55,7 @@ class Material:
     def tasks(self) -> list[str]:
         return list(self.experts)
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def once(self, key: str, make: Callable[[], Shared]) -> Shared:
         """Return an object shared between methods, making it on first use."""
         if key not in self.shared:
             self.shared[key] = make()

@@ -247,7 +247,7 @@ def _run(
     # The unit of work is a whole batch: cutting batches up would change their padding, and with it the last digits. The
     # accelerator's own settings (uneven or split batches) are for training; here a process might wait for ever.
     loader = prepare_data_loader(
-        DataLoader(range(len(stream)), batch_size=1),
+        DataLoader(range(len(stream)), batch_size=1),  # type: ignore[arg-type]  # takes any sequence
         num_processes=accelerator.num_processes,
         process_index=accelerator.process_index,
         dispatch_batches=False,

@@ -20,7 +20,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,8 +117,10 @@ def analyse(
         spectra[name] = found
         if len(shape) == 2 and shape[0] == shape[1] > 1:
             for task, difference in zip(tasks, differences, strict=True):
-                ratios[task].append(energy_ratio(difference))
-    averages = {task: average_ratios([ratio for ratio in ratios[task] if ratio is not None]) for task in tasks}
+                ratio = energy_ratio(difference)
+                if ratio is not None:
+                    ratios[task].append(ratio)
+    averages = {task: average_ratios(ratios[task]) for task in tasks}
     return Analysis(
         tasks, targets.expert_numbers, {task: mean for task, mean in averages.items() if len(mean)}, spectra
     )
@@ -280,7 +282,9 @@ def _open_targets(
 def _with_shared_rows(expert: Checkpoint, model: BuiltModel, task: str) -> Checkpoint:
     """Restrict an expert to the merged model's tokens; further tokens are stored as they are."""
     names, tensors = list(model.rows[task]), model.model.state_dict()
-    entries = {n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n].cpu()) for n in names}
+    entries: dict[str, tuple[TensorInfo, Callable[[], Tensor]]] = {
+        name: (TensorInfo(tuple(tensors[name].shape), tensors[name].dtype), tensors[name].cpu) for name in names
+    }
     size = len(tensors[names[0]])
     return aligned_view(expert, Checkpoint("the merged model", entries), Vocabulary(names, size, {}))
 

@@ -43,10 +43,10 @@ def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str
 def _direction_energies(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
     """Return the squared singular values of one offset, in descending order."""
     layout = generator.layout
-    if layout.kind != MATRIX:
+    shared, inner = generator.factor("shared"), generator.factor("inner")
+    if layout.kind != MATRIX or shared is None:
         return _squared_singular_values(generator(embedding))
-    varying, shared = generator.generated(embedding)[0], generator.factor("shared")[0]
-    inner = generator.factor("inner")
+    varying, shared = generator.generated(embedding)[0], shared[0]
     # Treat the shared factor as the last: transposing a product does not change its singular values.
     if layout.order != GENERATED_FIRST:
         varying, shared = varying.T, shared.T

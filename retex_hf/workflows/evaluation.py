@@ -11,25 +11,28 @@ from torch import Tensor
 
 from ..baselines.retex import Retex
 from ..baselines.static import Individual
+from ..data.readout import Readout
 from ..data.task_data import TaskData
-from ..errors import EvaluationError
+from ..errors import EvaluationError, TaskError
 from ..evaluation.method import Material, Method, Prediction
 from ..evaluation.report import Report
 from ..evaluation.run import evaluate
-from .predictor import FEATURES, Predictor
+from ..model.retex_model import RetexModel
+from .predictor import Predictor
 
 
 class MergedModel(Method):
     """The merged model of a finished [`RetexModel`], under the heads of the given tasks.
 
     Args:
-        predictor: The model, and how it answers.
+        model: The model.
+        readout: How it answers.
     """
 
     name, modes = "merged", ("known",)
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.model, self.readout = predictor.model, predictor.readout
+    def __init__(self, model: RetexModel, readout: Readout) -> None:
+        self.model, self.readout = model, readout
 
     def fit(self, material: Material) -> None:
         """Do nothing: the model is finished."""
@@ -38,6 +41,8 @@ class MergedModel(Method):
     def predict(
         self, inputs: Mapping[str, Tensor], tasks: Sequence[str] | None = None, *, oracle: bool = False
     ) -> Prediction:
+        if tasks is None:
+            raise TaskError(f"{self.name} has no router: name the task of every row.")
         options = {"task": list(tasks)} if self.readout.chooses_head else {}
         with self.model.disable_adapter():
             output = self.readout.call(self.model, inputs, **options)
@@ -69,22 +74,24 @@ def evaluate_model(
         batch_size: Rows per call.
         progress: Show progress bars.
     """
-    if predictor.kind == FEATURES:
+    readout = predictor.readout
+    if readout is None:
         raise EvaluationError("The model gives features only: nothing of it can be right or wrong.")
     missing = [task for task in predictor.model.tasks if task not in {test.name for test in tests}]
     if missing:
         raise EvaluationError(f"There is no test data for task {missing[0]!r}.")
-    material = Material(base, dict(experts or {}), {}, {}, predictor.batch, predictor.readout)
-    methods: list[Method] = [MergedModel(predictor), Retex(model=predictor.model)]
+    material = Material(base, dict(experts or {}), {}, {}, predictor.batch, readout)
+    methods: list[Method] = [MergedModel(predictor.model, readout), Retex(model=predictor.model)]
     if experts:
         methods.insert(0, Individual())
-    options = {"seed": seed, "batch_size": batch_size, "progress": progress}
     evaluations = []
     for method in methods:
         method.fit(material)
         modes = _modes(method, predictor)
         batch = predictor.preprocessor if isinstance(method, Individual) else predictor.batch
-        evaluations.append(evaluate(method, tests, batch, modes=modes, **options))
+        evaluations.append(
+            evaluate(method, tests, batch, modes=modes, seed=seed, batch_size=batch_size, progress=progress)
+        )
     body = None if experts else methods[0].storage_bytes()
     return Report(evaluations, individual="individual" if experts else None, body_bytes=body)
 

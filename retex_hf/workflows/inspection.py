@@ -126,8 +126,9 @@ def _spectrum(recovery: RecoveryModule, name: str, tasks: list[str]) -> dict[str
 
 def _gram(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
     """Return the Gram matrix of one task's offset in coordinates of the shared factor's orthonormal directions."""
-    generated, shared = generator.generated(embedding).double(), generator.factor("shared").double()
-    inner = generator.factor("inner")
+    shared, inner = generator.factor("shared"), generator.factor("inner")
+    assert shared is not None  # every factored matrix has one
+    generated, shared = generator.generated(embedding).double(), shared.double()
     if generator.layout.order != GENERATED_FIRST:
         generated, shared = generated.mT, shared.mT
         inner = None if inner is None else inner.mT

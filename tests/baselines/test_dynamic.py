@@ -11,6 +11,7 @@ from materials import make_material, mixed_batch
 
 from retex_hf.baselines.dynamic import Dynamic, Mixtures, row_keys
 from retex_hf.baselines.weights import expert_weights
+from retex_hf.errors import TaskError
 from retex_hf.evaluation.method import without_padding
 
 COEFFICIENTS = torch.tensor([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0], [0.1, 0.1, 0.8]])
@@ -97,6 +98,8 @@ def test_the_corner_of_the_true_task_is_its_expert(kind):
     inputs, tasks = mixed_batch(material)
     right = [material.validation[task].answers[row] for row, task in enumerate(tasks)]
     assert method.predict(inputs, tasks, oracle=True).answers == right
+    with pytest.raises(TaskError, match="by length needs the task of every row for oracle routing"):
+        method.predict(inputs, oracle=True)
     assert method.predict(inputs, tasks).answers != right
 
 

@@ -114,6 +114,8 @@ def test_the_surest_head_is_the_one_of_least_relative_entropy(kind):
     prediction = method.predict(inputs)
     assert prediction.tasks == [TASKS[index] for index in chosen]
     assert prediction.answers == [answers[index][row] for row, index in enumerate(chosen)]
+    with pytest.raises(TaskError, match="average has no router"):
+        method.choose(inputs)
     if kind == "bert":
         assert len(set(prediction.tasks)) > 1
 

@@ -130,3 +130,8 @@ def test_two_fits_are_alike():
 def test_a_share_outside_its_range_is_refused():
     with pytest.raises(ConfigError, match="rank_ratio must be in"):
         TwinMerging(rank_ratio=0)
+
+
+def test_a_router_without_training_is_refused():
+    with pytest.raises(ConfigError, match="at least one epoch, not 0"):
+        TwinMerging(epochs=0)

@@ -17,7 +17,7 @@ from retex_hf.baselines.heads import most_confident
 from retex_hf.baselines.weights import expert_weights
 from retex_hf.baselines.wemoe import WEMoE, mixed_linear, mlp_router
 from retex_hf.data.readout import Classifier
-from retex_hf.errors import ConfigError
+from retex_hf.errors import ConfigError, TaskError
 
 UNTRAINED = {"steps": 0, "progress": False}
 
@@ -124,6 +124,8 @@ def test_oracle_gives_mlps_the_weights_of_the_expert():
     assert prediction.answers == expected
     assert prediction.tasks == tasks
     assert all(expert.fixed is None and expert.mask is None for expert in method.experts)
+    with pytest.raises(TaskError, match="WEMoE needs the task of every row for oracle routing"):
+        method.predict(inputs, oracle=True)
 
 
 @pytest.mark.parametrize("kind", ["bert", "clip"])
@@ -216,6 +218,14 @@ def test_storage_is_one_body_the_vectors_of_mlps_and_the_routers():
     mlps = 2 * (16 * 24 + 24 + 24 * 16 + 16)
     routers = 2 * (16 * 16 + 16 + 16 * 3 + 3)
     assert method.storage_bytes() == 4 * (body + 3 * mlps + routers)
+
+
+def test_layers_that_run_in_another_order_are_refused():
+    method = WEMoE(**UNTRAINED)
+    method.fit(make_material("bert"))
+    last = method.shared.modules["red"].get_submodule(method.experts[0].names[-1].removesuffix(".bias"))
+    with pytest.raises(ConfigError, match=r"must run first, but 'bert.*intermediate.*' did not"):
+        last(torch.zeros(1, 24))
 
 
 def test_a_model_without_mlps_is_told_so():

@@ -109,6 +109,8 @@ def test_a_static_model_runs_once_per_batch():
         id(tensor): tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]
     }
     assert static.storage_bytes() == held_bytes(static) == sum(expected.values())
+    with pytest.raises(RetexError, match="static has no router: name the task of every row"):
+        static.predict(inputs)
 
 
 def test_what_cannot_be_measured_is_refused(clock, monkeypatch, tmp_path):

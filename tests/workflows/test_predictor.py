@@ -15,9 +15,10 @@ from helpers import TASKS, make_experts
 from PIL import Image
 from signed import WORDS, make_tokenizer, separate, signed_classifier
 
-from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
+from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel, TaskError
 from retex_hf.artifact.preprocess import load_preprocessor
 from retex_hf.artifact.recipe_record import RecipeRecord
+from retex_hf.workflows.evaluation import MergedModel
 from retex_hf.workflows.predictor import Predictor, preprocessor_of
 
 TEXTS = ["rose ruby", "sky sea denim", "moss fern lime jade", "wine"]
@@ -73,6 +74,17 @@ def test_merged_answers_are_the_merged_models(classifier):
         rows = model.predict(**make_tokenizer()(TEXTS, padding=True, return_tensors="pt"), task=OWN)
     answers = classifier.merged(TEXTS, OWN)
     assert [(a.task, a.answer) for a in answers] == [(row["task"], row["label"]) for row in rows]
+
+
+def test_the_merged_model_is_evaluated_with_the_task_known_only(classifier):
+    method, batch = MergedModel(classifier.model, classifier.readout), classifier.batch(TEXTS)
+    labels, answers = classifier.model.retex_config.labels, classifier.merged(TEXTS, OWN)
+    classes = method.predict(batch, OWN).answers
+    assert [labels[task]["id2label"][str(found)] for task, found in zip(OWN, classes, strict=True)] == [
+        answer.answer for answer in answers
+    ]
+    with pytest.raises(TaskError, match="merged has no router: name the task of every row"):
+        method.predict(batch)
 
 
 @torch.no_grad()

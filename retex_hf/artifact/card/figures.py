@@ -40,7 +40,7 @@ def plot_results(results: Mapping[str, Mapping[str, float | None]]) -> Figure:
     figure = new_figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     for index, (title, shares) in enumerate(results.items()):
-        found = {place: shares[task] for place, task in enumerate(tasks) if shares.get(task) is not None}
+        found = {place: share for place, task in enumerate(tasks) if (share := shares.get(task)) is not None}
         step = 1 / (len(results) + 1)
         places = [place + (index - (len(results) - 1) / 2) * step for place in found]
         axes.barh(

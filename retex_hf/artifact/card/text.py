@@ -108,8 +108,9 @@ def _result_table(results: Mapping[str, Mapping[str, float | None]], tasks: Sequ
     if not results:
         return None
     rows = [[plain(task), *(_percent(shares[task]) for shares in results.values())] for task in tasks]
-    if all(share is not None for shares in results.values() for share in shares.values()):
-        means = [sum(shares.values()) / len(shares) for shares in results.values()]
+    known = [[share for share in shares.values() if share is not None] for shares in results.values()]
+    if [len(shares) for shares in known] == [len(shares) for shares in results.values()]:
+        means = [sum(shares) / len(shares) for shares in known]
         rows.append(["**mean**", *(f"**{_percent(mean)}**" for mean in means)])
     return _table(["task", *results], rows)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from ...backends import diffusers_models, library_of, openclip, plain_modules, timm_models
+from ...backends import library_of, openclip, plain_modules, timm_models
 from ...config import RetexConfig
 
 CLASSIFIER, GENERATOR, DUAL, FEATURES = "classifier", "generator", "dual", "features"
@@ -44,7 +45,7 @@ def use_of(model: nn.Module) -> Use:
     if library is timm_models:
         classifies = library.num_labels(model) is not None
         return Use(CLASSIFIER, IMAGE, "image-classification") if classifies else Use(FEATURES, IMAGE, FEATURES_TAG)
-    if library in (plain_modules, diffusers_models):
+    if not isinstance(model, PreTrainedModel):
         return Use(FEATURES, OTHER, None)
     name = type(model).__name__
     if model.main_input_name == "pixel_values":
@@ -134,7 +135,7 @@ def _inputs(model: nn.Module, use: Use, folder: Path, name: str) -> tuple[list[s
             'inputs = {"image": torch.stack([preprocess(image) for image in images])}',
         ]
     if library_of(model) is timm_models:
-        size = model.timm_config["pretrained_cfg"].get("input_size")
+        size = getattr(model, timm_models.CONFIG_ATTRIBUTE)["pretrained_cfg"].get("input_size")
         known = isinstance(size, list) and all(type(number) is int for number in size)
         shape = ", ".join(map(str, (2, *(size if known else (3, 224, 224)))))
         return ["import torch"], [f'inputs = {{"x": torch.rand({shape})}}  # preprocessed as for the experts']
@@ -162,7 +163,7 @@ def _inputs(model: nn.Module, use: Use, folder: Path, name: str) -> tuple[list[s
 
 
 def _text_inputs(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
-    in_place = model.can_generate() and not model.config.is_encoder_decoder
+    in_place = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
     side = ', padding_side="left"' if in_place else ""
     lines = [f"tokenizer = AutoTokenizer.from_pretrained({name}{side})"]
     if in_place:

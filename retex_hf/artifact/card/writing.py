@@ -80,7 +80,7 @@ def write_card(
     old = _previous_card(parts, previous)
     text = _text_of(old) if old is not None else None
     from_here = None
-    if own is not None:
+    if own is not None and text is not None:
         ours = _text_of(own)
         text, both = sections.choose(ours, text, str(own))
         from_here = text == ours
@@ -235,7 +235,8 @@ def _draw_figures(
     """
     outdated: set[str] = set()
     source = parts.side_folder
-    is_artifact = source is not None and (source / CONFIG_NAME).is_file()
+    if source is not None and not (source / CONFIG_NAME).is_file():
+        source = None  # not of an artifact
     for path, name in FIGURES.items():
         if name in DRAWN:
             wanted = everything or (previous / path).is_file()
@@ -244,7 +245,7 @@ def _draw_figures(
                     drawing.draw(name, parts.errors, results, folder / path)
                 else:
                     outdated.add(name)
-        elif is_artifact and (source / path).is_file() and not _is_there(path, folder, previous):
+        elif source is not None and (source / path).is_file() and not _is_there(path, folder, previous):
             check_links([source / path], source, ArtifactError)
             (folder / FIGURES_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(source / path, folder / path)

@@ -1,6 +1,7 @@
 """Share of generated texts that are the right answer, word for word."""
 
 import string
+from collections.abc import Sequence
 
 import datasets
 import evaluate
@@ -25,7 +26,9 @@ Returns:
 ARTICLES = {"a", "an", "the"}
 
 
-def canonical(text, ignore_case=True, ignore_punctuation=False, ignore_articles=False):
+def canonical(
+    text: str, ignore_case: bool = True, ignore_punctuation: bool = False, ignore_articles: bool = False
+) -> str:
     """Return the normalised form of a text, which is compared.
 
     >>> from retex_hf.evaluation.metrics.exact_match.exact_match import canonical
@@ -42,7 +45,7 @@ def canonical(text, ignore_case=True, ignore_punctuation=False, ignore_articles=
     return text.strip()
 
 
-def matches(prediction, reference, **options):
+def matches(prediction: str, reference: str, **options: bool) -> bool:
     """Return whether two texts are the same answer."""
     return canonical(prediction, **options) == canonical(reference, **options)
 
@@ -50,21 +53,26 @@ def matches(prediction, reference, **options):
 class ExactMatch(evaluate.Metric):
     """Exact match of texts."""
 
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="",
             inputs_description=INPUTS,
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+            features=datasets.Features(predictions=datasets.Value("string"), references=datasets.Value("string")),
         )
 
-    def _compute(self, predictions, references, ignore_case=True, ignore_punctuation=False, ignore_articles=False):
+    def _compute(  # type: ignore[override]  # columns and options come by name
+        self,
+        predictions: Sequence[str],
+        references: Sequence[str],
+        ignore_case: bool = True,
+        ignore_punctuation: bool = False,
+        ignore_articles: bool = False,
+    ) -> dict[str, float]:
         options = {
             "ignore_case": ignore_case,
             "ignore_punctuation": ignore_punctuation,
             "ignore_articles": ignore_articles,
         }
-        right = [matches(*pair, **options) for pair in zip(predictions, references, strict=True)]
+        right = [matches(found, true, **options) for found, true in zip(predictions, references, strict=True)]
         return {"exact_match": sum(right) / len(right)}

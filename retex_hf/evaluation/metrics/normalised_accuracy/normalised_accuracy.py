@@ -1,8 +1,11 @@
 """Accuracy of one model of many tasks, relative to the tasks' own experts."""
 
+from collections.abc import Sequence
+
 import datasets
 import evaluate
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 DESCRIPTION = """
 Normalised accuracy: the mean over tasks of accuracy / accuracy of the individual expert. 1 means as good as keeping
@@ -18,7 +21,7 @@ Returns:
 """
 
 
-def normalised(accuracies, individual):
+def normalised(accuracies: ArrayLike, individual: ArrayLike) -> np.float64 | NDArray[np.float64]:
     """Return the mean over tasks (the last axis) of accuracy / accuracy of the individual expert.
 
     NaN where an expert has no row right: there is nothing to compare with.
@@ -36,17 +39,17 @@ def normalised(accuracies, individual):
 class NormalisedAccuracy(evaluate.Metric):
     """Accuracy relative to individual experts, averaged over tasks."""
 
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="",
             inputs_description=INPUTS,
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
-            ),
+            features=datasets.Features(predictions=datasets.Value("float64"), references=datasets.Value("float64")),
         )
 
-    def _compute(self, predictions, references):
+    def _compute(  # type: ignore[override]  # columns come by name
+        self, predictions: Sequence[float], references: Sequence[float]
+    ) -> dict[str, float]:
         if min(references) <= 0:
             raise ValueError("Normalised accuracy needs individual experts (references) with an accuracy above 0.")
         return {"normalised_accuracy": float(normalised(predictions, references))}
