@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..backends import LIBRARIES, Backend, hf_transformers, library_of, plain_modules, sentence_modules
 from ..checkpoints import manifest, take_inventory
 from ..checkpoints.folder_files import FolderFiles
-from ..checkpoints.sources import Source
+from ..checkpoints.sources import Source, TensorInfo
 from ..checkpoints.tokenizer_files import is_side_file, side_files, task_tokenizer
 from ..config import CONFIG_NAME, RetexConfig
 from ..errors import ArtifactError, CheckpointError, brief, shorten
@@ -286,7 +286,7 @@ def _check_tensors(
 
 def read_recovery(
     files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
-) -> tuple[RecoveryModule, dict[str, float]]:
+) -> tuple[RecoveryModule, dict[str, float | None]]:
     """Return the recovery module over an artifact's weights, and the relative error of every parameter."""
     folder = files.folder
     entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
@@ -300,15 +300,15 @@ def read_recovery(
         for name, entry in entries.items()
         if entry.generator == name
     }
-    expected = {TASK_EMBEDDING: ((len(config.tasks), embedding_dim), torch.float32)}
+    expected = {TASK_EMBEDDING: TensorInfo((len(config.tasks), embedding_dim), torch.float32)}
     for name, stored in parts.items():
-        expected |= {f"{name}.{part}": info for part, info in stored.items()}
+        expected |= {f"{name}.{part}": TensorInfo(*info) for part, info in stored.items()}
     for name, entry in entries.items():
         if entry.scaled:
-            scale = {"weight": ((embedding_dim,), torch.float32), "bias": ((), torch.float32)}
-            expected |= {f"{name}.scale.{part}": info for part, info in scale.items()}
-    shapes, dtypes = ({name: info[index] for name, info in expected.items()} for index in (0, 1))
-    _check_tensors(source, shapes, dtypes)
+            expected[f"{name}.scale.weight"] = TensorInfo((embedding_dim,), torch.float32)
+            expected[f"{name}.scale.bias"] = TensorInfo((), torch.float32)
+    shapes = {name: info.shape for name, info in expected.items()}
+    _check_tensors(source, shapes, {name: info.dtype for name, info in expected.items()})
 
     # Do not copy tensors: of a memory-mapped file, tasks that are not used are never read.
     made = {
@@ -372,16 +372,17 @@ def _read_signatures(
     described = _dict(section, "signatures", folder)
     from_weights = config.signatures == "weights"
     tasks, layer = len(config.tasks), described.get("feature_layer")
-    rank, width, held_out = sizes = [described.get(key) for key in ("rank", "width", "held_out")]
-    sizes_given = all(is_count(size) for size in sizes)
-    if not isinstance(layer, str) or not (from_weights or sizes_given):
+    sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out")]
+    if not isinstance(layer, str) or not (from_weights or all(is_count(size) for size in sizes)):
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
     source = files.weights(SIGNATURES)
-    expected = {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)}
-    expected = {"centre": (tasks,)} if from_weights else expected
-    _check_tensors(source, expected)
-    tensors = [source.read(name).clone() for name in expected]
-    return (WeightSignatures if from_weights else Signatures)(*tensors, layer)
+    if from_weights:
+        _check_tensors(source, {"centre": (tasks,)})
+        return WeightSignatures(source.read("centre").clone(), layer)
+    rank, width, held_out = sizes
+    _check_tensors(source, {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)})
+    mean, basis, residuals = (source.read(name).clone() for name in ("mean", "basis", "held_out"))
+    return Signatures(mean, basis, residuals, layer)
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

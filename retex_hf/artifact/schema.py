@@ -137,12 +137,12 @@ class Entry:
     @classmethod
     def from_json(cls, folder: Path, name: str, values: Any) -> Entry:
         try:
-            fields = {"generator": name, "scaled": False, "error": None, **values}
+            fields: dict[str, Any] = {"generator": name, "scaled": False, "error": None, **values}
             own = {key: fields.pop(key) for key in ("generator", "scaled", "error")}
-            layout = Layout(**{key: tuple(value) if key == "shape" else value for key, value in fields.items()})
+            layout = Layout(shape=tuple(fields.pop("shape")), **fields)
             valid = _is_valid(layout) and isinstance(own["generator"], str) and isinstance(own["scaled"], bool)
             valid = valid and _is_error(own["error"])
-        except (TypeError, AttributeError):
+        except (TypeError, AttributeError, KeyError):
             valid = False
         if not valid:
             raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is described by {brief(values)}.")

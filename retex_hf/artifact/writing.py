@@ -12,7 +12,7 @@ import yaml
 from accelerate.utils import convert_file_size_to_int
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends import Backend, library_of
 from ..checkpoints import manifest
@@ -234,10 +234,10 @@ def _write_description(
 
 
 def _recovery_tensors(recovery: RecoveryModule) -> dict[str, Tensor]:
-    tensors = {TASK_EMBEDDING: recovery.task_embedding}
+    tensors: dict[str, Tensor] = {TASK_EMBEDDING: recovery.task_embedding}
     for name in recovery:
         scale = recovery.scale(name)
-        modules = {f"{name}.scale": scale} if scale is not None else {}
+        modules: dict[str, nn.Module] = {f"{name}.scale": scale} if scale is not None else {}
         if recovery.generator_name(name) == name:
             modules[name] = recovery[name]
         for prefix, module in modules.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .runner import ExpertRunner
 def trunk_cost(
     full: ExpertRunner,
     shared: ExpertRunner,
-    references: Mapping[str, list[Mapping[str, Any]]],
+    references: Mapping[str, Sequence[Mapping[str, Any]]],
     extractor: FeatureExtractor,
 ) -> dict[str, dict[str, float]]:
     """Return, per task, how much experts with a merged trunk differ from fully recovered ones on the task's inputs.
@@ -46,6 +46,6 @@ def _distance(some: list[Tensor], others: list[Tensor]) -> float:
     return math.sqrt(sum((a - b).square().sum().item() for a, b in zip(some, others, strict=True)))
 
 
-def _answers(expert: nn.Module, batches: list[Mapping[str, Any]], extractor: FeatureExtractor) -> list[Tensor]:
+def _answers(expert: nn.Module, batches: Sequence[Mapping[str, Any]], extractor: FeatureExtractor) -> list[Tensor]:
     entry = Entry(expert)
     return [answers(entry(**extractor.select(batch))).cpu().double() for batch in batches]

@@ -6,7 +6,7 @@ The functions take parts and return new ones; the old ones stay unchanged, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -45,7 +45,7 @@ from ..execution.choice import find_fixed
 from ..recovery import Layout, plan_layout
 from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from ..recovery.layout import MATRIX
-from ..routing import Signatures, WeightSignatures, noted, reference_features, trunk_parameters
+from ..routing import FeatureExtractor, Signatures, WeightSignatures, noted, reference_features, trunk_parameters
 from ..utils.devices import device_of, enough_memory, exact_device, parse_device
 from ..utils.tensor_bank import TensorBank
 from .components import extractor_of, runner_of, scorer_of
@@ -120,11 +120,10 @@ def add_task(
     heads = TensorBank({**parts.heads, name: head})
     seen: list[dict[str, Any]] = []
     batches = None if references is None else noted(inputs_of(parts, references), seen)
-    signature = None
-    if isinstance(parts.signatures, Signatures):
-        signature = _fit_signature(
-            replace(parts, config=replace(config, vocabulary=vocabulary), rows=rows, heads=heads), name, batches
-        )
+    signatures = parts.signatures
+    if isinstance(signatures, Signatures) and batches is not None:
+        widened = replace(parts, config=replace(config, vocabulary=vocabulary), rows=rows, heads=heads)
+        signatures = _join_signature(widened, signatures, name, batches)
     trunk = set() if config.trunk is None else set(_trunk_names(parts, seen[0]))
 
     left_out = {n for n in experts.names if n in trunk or matches(n, config.exclude)}
@@ -146,8 +145,9 @@ def add_task(
         )
     labels = read_labels(parts.model, library_of(parts.model), {name: source}, experts)
     tokenizers = dict(parts.tokenizers)
-    if vocabulary and vocabulary[name]["tokenizer"]:
-        tokenizers[name] = tokenizer_folder(source)
+    own_tokenizer = tokenizer_folder(source) if vocabulary and vocabulary[name]["tokenizer"] else None
+    if own_tokenizer is not None:
+        tokenizers[name] = own_tokenizer
     grown = replace(
         parts,
         config=replace(
@@ -165,11 +165,9 @@ def add_task(
         errors=_joint_errors(parts.errors, growth),
         recipe=_note_task(parts, name, expert, source, base, tolerance, check_base),
         evaluation=None,
+        signatures=signatures,
     )
-    if signature is not None:
-        joined = parts.signatures.joined_by(signature.to(parts.signatures.mean.device))
-        grown = replace(grown, signatures=joined)
-    elif isinstance(parts.signatures, WeightSignatures):
+    if isinstance(signatures, WeightSignatures) and batches is not None:
         centred = WeightSignatures.fit(partial(scorer_of, replace(grown, signatures=None)), batches)
         grown = replace(grown, signatures=centred)
     if config.trunk is not None:
@@ -326,8 +324,8 @@ def _open_expert(
     below = {} if base is None else library.align(model, base)[0]
     entries, unexpected = align_source(library, model, source, below)
     tensors = model.state_dict()
-    merged = {
-        n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), lambda n=n: tensors[n])
+    merged: dict[str, tuple[TensorInfo, Callable[[], Tensor]]] = {
+        n: (TensorInfo(tuple(tensors[n].shape), tensors[n].dtype), partial(tensors.__getitem__, n))
         for n in (*inventory.shapes, *inventory.integers)
     }
     check_integers(inventory.integers, {MERGED: merged, source.label: entries})
@@ -348,8 +346,10 @@ def _open_expert(
     experts = check_experts(inventory, shared, {name: expert}, {name: unexpected}, set(heads))
     if found is not None:
         experts = replace(experts, sizes=found.sizes)
-    if parts.rows or (found is not None and found.names):
-        names = list(next(iter(parts.rows.values()))) if parts.rows else found.names
+    names = [] if found is None else found.names
+    if parts.rows:
+        names = list(next(iter(parts.rows.values())))
+    if names:
         experts = replace(experts, vocabulary=names, own={name: whole})
     checkpoint = experts.experts[name]
     for n in experts.heads:
@@ -432,15 +432,17 @@ def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: flo
     """
     if tolerance is not None:
         return dict.fromkeys([*parts.recovery, *joining], tolerance)
-    unknown = [name for name in parts.recovery if parts.errors.get(name) is None]
-    if unknown:
-        raise RetexError(f"Nothing says how well {unknown[0]!r} is recovered for the other tasks: give tolerance=.")
-    matrices = [parts.errors[name] for name in parts.recovery if parts.recovery[name].layout.kind == MATRIX]
-    usual = median(matrices) if matrices else 0.0
-    return {name: parts.errors[name] for name in parts.recovery} | dict.fromkeys(joining, usual)
+    errors: dict[str, float] = {}
+    for name in parts.recovery:
+        error = parts.errors.get(name)
+        if error is None:
+            raise RetexError(f"Nothing says how well {name!r} is recovered for the other tasks: give tolerance=.")
+        errors[name] = error
+    matrices = [error for name, error in errors.items() if parts.recovery[name].layout.kind == MATRIX]
+    return errors | dict.fromkeys(joining, median(matrices) if matrices else 0.0)
 
 
-def _joint_errors(errors: Mapping[str, float], growth: Growth) -> dict[str, float]:
+def _joint_errors(errors: Mapping[str, float | None], growth: Growth) -> dict[str, float]:
     """Return an upper bound of the relative errors over all tasks.
 
     Only the other tasks' joint ratio is known, not its parts; the ratio over all tasks lies between theirs and the new
@@ -450,11 +452,19 @@ def _joint_errors(errors: Mapping[str, float], growth: Growth) -> dict[str, floa
     return {**growth.errors, **known}
 
 
-def _fit_signature(parts: RetexParts, name: str, batches: Iterable[Mapping[str, Any]]) -> Signatures:
-    """Fit the signature of the new task, at the feature layer of the others."""
-    config, layer = parts.config, parts.signatures.feature_layer
+def _join_signature(
+    parts: RetexParts, signatures: Signatures, name: str, batches: Iterable[Mapping[str, Any]]
+) -> Signatures:
+    """Return the signatures with that of the new task, fitted at the feature layer of the others."""
+    config, layer = parts.config, signatures.feature_layer
     features = reference_features(extractor_of(parts, [layer]), name, batches, config.num_reference)
-    return Signatures.fit([features[layer]], config.signature_rank, layer)
+    new = Signatures.fit([features[layer]], config.signature_rank, layer)
+    return signatures.joined_by(new.to(signatures.mean.device))
+
+
+def _trunk_extractor(parts: RetexParts) -> FeatureExtractor:
+    assert parts.signatures is not None  # a trunk ends at the feature layer
+    return extractor_of(parts, [parts.signatures.feature_layer])
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -464,7 +474,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
-    return trunk_parameters(extractor_of(parts, [parts.signatures.feature_layer]), sample, parts.model)
+    return trunk_parameters(_trunk_extractor(parts), sample, parts.model)
 
 
 def _trunk_cost(
@@ -476,7 +486,7 @@ def _trunk_cost(
     own = {n: tensor.to(device, like[n].dtype) for n, tensor in trunk.items()}
     shared = runner_of(parts)
     full = replace(shared, heads={**parts.heads, name: {**parts.heads[name], **own}})
-    return trunk_cost(full, shared, {name: batches}, extractor_of(parts, [parts.signatures.feature_layer]))
+    return trunk_cost(full, shared, {name: batches}, _trunk_extractor(parts))
 
 
 def _note_task(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache, update_wrapper
 from inspect import Parameter, Signature
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class shows_wrapped:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        update_wrapper(self, function)
+        update_wrapper(cast(Callable[..., Any], self), function)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         return self.function if instance is None else _Bound(self.function, instance)

@@ -112,8 +112,8 @@ def layer_status(state: Snapshot, enabled: bool) -> list[TunerLayerStatus]:
         TunerLayerStatus(
             name=name,
             module_type=state.parts.recovery[name].layout.kind,
-            enabled=whole.enabled,
-            active_adapters=whole.active_adapters,
+            enabled=enabled,
+            active_adapters=list(state.active_names or state.tasks) if enabled else [],
             merged_adapters=[],
             requires_grad=whole.requires_grad,
             available_adapters=whole.available_adapters,

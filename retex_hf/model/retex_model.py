@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +31,9 @@ from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks, select_t
 from .export.lora import LoraExport, export_lora
 from .peft_names import LOADING, SAVING, check_options
 from .routed_model import RoutedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RetexModel(RoutedModel):
@@ -130,7 +133,7 @@ class RetexModel(RoutedModel):
             progress: Show a progress bar.
         """
         config = config or RetexConfig()
-        options = {
+        options: dict[str, Any] = {
             "solver": solver,
             "training": training,
             "calibration": calibration,
@@ -145,8 +148,8 @@ class RetexModel(RoutedModel):
             "progress": progress,
         }
         if output_dir is not None:
-            folder = {"max_shard_size": max_shard_size, "resume": resume}
-            built = build_folder(base, experts, config, output_dir, **folder, **options)
+            options |= {"max_shard_size": max_shard_size, "resume": resume}
+            built = build_folder(base, experts, config, output_dir, **options)
             parts = reading.read(built, **maker_of(base, experts))
         else:
             parts = build(base, experts, config, **options)
@@ -530,7 +533,7 @@ class RetexModel(RoutedModel):
             raise ConfigError("The model came without a tokenizer: nothing makes batches of sentences.")
         files = vetted_side_files(self.side_folder, reading.read_side_files(self.side_folder))
         runs = self if task is None else self.merge_and_unload(task)
-        return sentence_modules.sentence_transformer(self.model, runs, files)
+        return sentence_modules.sentence_transformer(cast("PreTrainedModel", self.model), runs, files)
 
     def unload(self) -> nn.Module:
         """Return the merged model as a plain model, independent of this one."""

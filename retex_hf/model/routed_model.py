@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from accelerate.utils import convert_file_size_to_int
-from torch import nn
+from torch import Tensor, nn
 
 from ..artifact.recipe_record import RecipeRecord
 from ..artifact.state import MODULES, RetexParts
@@ -33,6 +33,7 @@ from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus, TunerModelStatus
+    from transformers import PreTrainedModel
 
 # Methods of wrapped models that run on inputs. Of the others, those that only read are passed on (see `may_pass`).
 ENTRY_POINT = re.compile(r"^(generate|encode_\w+|get_\w+_(features|embeds)|get_logits|forward_intermediates)$")
@@ -377,7 +378,7 @@ class RoutedModel(nn.Module):
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], **options: Any) -> None:
         """Change the attention implementation of the merged model, and of experts recovered from now on."""
-        self.model.set_attn_implementation(attn_implementation, **options)
+        cast("PreTrainedModel", self.model).set_attn_implementation(attn_implementation, **options)
         self._forget_experts()
 
     @property
@@ -411,7 +412,8 @@ class RoutedModel(nn.Module):
         copied["_state"] = replace(copied["_state"], proofs=dict(copied["_state"].proofs))
         return copied
 
-    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
+    # torch takes positional arguments too, which its overloads leave out.
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return `nn.Module.state_dict`; without `keep_vars`, tied tensors are copies that do not share memory."""
         tensors = super().state_dict(*args, keep_vars=keep_vars, **kwargs)
         return tensors if keep_vars else without_shared_memory(tensors)
@@ -420,7 +422,7 @@ class RoutedModel(nn.Module):
         self.expert_cache.clear()  # experts recovered from weights about to be replaced
         super()._load_from_state_dict(*args, **kwargs)
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.expert_cache.clear()
         super()._apply(fn, recurse)
         device = self.recovery.task_embedding.device

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,12 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, block_lists, decide
+from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, block_lists, decide
 from .components import extractor_of, runner_of, scorer_of
 from .peft_names import check_spelling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXT_ENTRY_POINT = re.compile(r"^(encode_text|get_text_(\w+_)?(features|embeds))$")
 
@@ -75,8 +78,10 @@ class Snapshot:
         routing, thresholds = self.parts.config.routing, None
         if self.parts.config.signatures == "weights":
             scores = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))(inputs)
-            residuals = -scores if signatures is None else signatures.to(scores.device).centre - scores
-        elif signatures is None:
+            residuals = -scores
+            if isinstance(signatures, WeightSignatures):
+                residuals = signatures.centre.to(scores.device) - scores
+        elif not isinstance(signatures, Signatures):
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:
             layer = signatures.feature_layer
@@ -172,7 +177,7 @@ class Snapshot:
     def _require_something_to_learn(self, routing: Routing, kwargs: Mapping[str, Any], training: bool) -> None:
         """Refuse to train if all rows run on the merged model: the loss has no gradient, and torch does not say why."""
         learns = kwargs.get("labels") is not None and training and torch.is_grad_enabled()
-        if learns and routing.abstained is not None and not routing.weights.any():
+        if learns and routing.abstained is not None and routing.weights is not None and not routing.weights.any():
             raise InputError(
                 "All rows of this batch are far from every task and run on the merged model, which is not trained: "
                 'name the task with task=, or set model.routing = "hard" for training.'
@@ -180,8 +185,10 @@ class Snapshot:
 
     def _require_merged_tokens(self, kwargs: Mapping[str, Any]) -> None:
         tokens = tokens_of(kwargs) if self.parts.config.vocabulary else None
-        size = len(self.parts.model.get_input_embeddings().weight) if tokens is not None else 0
-        if tokens is not None and int(tokens.max()) >= size:
+        if tokens is None:
+            return
+        size = len(cast("PreTrainedModel", self.parts.model).get_input_embeddings().get_parameter("weight"))
+        if int(tokens.max()) >= size:
             raise InputError(
                 f"The batch holds the token {int(tokens.max())}, but the merged model has {size} tokens: name the task "
                 "that has it with task=."

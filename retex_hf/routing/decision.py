@@ -40,7 +40,7 @@ class Routing:
     weights: Tensor | None = None
     residuals: Tensor | None = None
     probabilities: Tensor | None = None
-    num_labels: list[int] | None = None
+    num_labels: list[int | None] | None = None
     abstained: Tensor | None = None
 
 
