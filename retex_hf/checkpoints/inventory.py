@@ -19,7 +19,6 @@ class Inventory:
     aliases: dict[str, tuple[str, ...]]
     integers: tuple[str, ...]
     convolutions: frozenset[str]
-    buffers: frozenset[str]
 
 
 def take_inventory(model: nn.Module) -> Inventory:
@@ -40,14 +39,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         elif tensor.numel() > 0:
             shapes[leader] = tuple(tensor.shape)
             aliases[leader] = tuple(names)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return Inventory(
-        shapes,
-        aliases,
-        tuple(integers),
-        frozenset(_convolutions(model, shapes)),
-        frozenset(set(shapes) - parameters),
-    )
+    return Inventory(shapes, aliases, tuple(integers), frozenset(_convolutions(model, shapes)))
 
 
 def computed_names(model: nn.Module) -> frozenset[str]:

@@ -33,7 +33,7 @@ TRANSFORMERS_CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
 TRANSFORMERS_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
 # Everything that a tokenizer or processor may need; the card, which states the licence; and this library's recipe.
-SIDE_FILES = (
+DOWNLOADED = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "tokenizer*", "*vocab*",
     "chat_template*", "README.md", "retex_*.yaml",
 )  # fmt: skip
@@ -186,7 +186,7 @@ def fetch(repo_id: str, *, subfolder: str | None = None, file: str | None = None
             return Path(snapshot_download(repo_id, allow_patterns=[plain_subfolder(file)], **kwargs))
     inside = "" if subfolder is None else f"{plain_subfolder(subfolder)}/"
     for suffix in (".safetensors", ".bin"):
-        patterns = [inside + pattern for pattern in (*SIDE_FILES, *(stem + suffix for stem in WEIGHTS))]
+        patterns = [inside + pattern for pattern in (*DOWNLOADED, *(stem + suffix for stem in WEIGHTS))]
         ignored = [f"*{ending}" for ending in CODE]
         with _named_files(repo_id):
             folder = Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **kwargs))

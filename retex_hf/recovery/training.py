@@ -39,7 +39,7 @@ SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 OBJECTIVES = ("l2", "cosine", "cosine_l2")
 INITIALISATIONS = ("paper", "closed_form")
 MOST_DRAWS = 65_536  # limit on task weights per step, which are all held in memory
-STATE_NAME, PROGRESS_NAME = "state", "retex_training.json"
+STATE_NAME, PROGRESS_NAME = "state", "retex_progress.json"
 
 
 @dataclass

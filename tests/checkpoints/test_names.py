@@ -226,7 +226,7 @@ def test_tied_names_with_different_values_are_refused(family, name, tmp_path):
 
 
 def test_tied_names_are_compared_whichever_comes_first():
-    inventory = Inventory({"leader": (2,)}, {"leader": ("follower", "leader")}, (), frozenset(), frozenset())
+    inventory = Inventory({"leader": (2,)}, {"leader": ("follower", "leader")}, (), frozenset())
 
     def entry(tensor: Tensor):
         return TensorInfo((2,), tensor.dtype), lambda: tensor

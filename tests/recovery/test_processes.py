@@ -89,7 +89,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(folders, one_process, 
         start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (checkpoints / "state" / "retex_training.json").is_file() and time.monotonic() < deadline:
+    while not (checkpoints / "state" / "retex_progress.json").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -132,7 +132,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(base, exper
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         interrupt(patched, at=15)
         fit(base, experts, **options)
-    assert (tmp_path / "state" / "retex_training.json").is_file()
+    assert (tmp_path / "state" / "retex_progress.json").is_file()
     fresh_steps = []
     draw = training_module._draw
     monkeypatch.setattr(training_module, "_draw", lambda *a: fresh_steps.append(a[2]) or draw(*a))

@@ -203,7 +203,7 @@ def test_a_pickle_in_the_state_of_a_training(place, marker, name, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train()
     monkeypatch.undo()
-    (state,) = [file.parent for file in (place / "run").rglob("retex_training.json")]
+    (state,) = [file.parent for file in (place / "run").rglob("retex_progress.json")]
     assert not list(state.glob("custom_checkpoint*"))
     torch.save({"x": Opened(marker)}, state / name)
     if name in ("optimizer.bin", "custom_checkpoint_0.pkl"):

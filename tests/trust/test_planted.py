@@ -534,7 +534,7 @@ def test_the_state_of_a_training_is_read_from_files_only(kind, tmp_path, monkeyp
     place = Place(tmp_path / "mine", tmp_path / "shared", tmp_path)
     state = place.folder / "checkpoints" / "state"
     state.mkdir(parents=True)
-    (state / "retex_training.json").write_text("{}")
+    (state / "retex_progress.json").write_text("{}")
     if kind == "link":
         (state / "model.safetensors").symlink_to(tmp_path / "shared" / "base" / "model.safetensors")
     else:
