@@ -186,3 +186,29 @@ def test_a_recipe_of_a_stranger_holds_what_it_must_or_is_refused(recipe):
     with pytest.raises(ConfigError, match="the artifact's recipe must"):
         record = RecipeRecord(recipe)
         (record.data_of(["a"]), record.references(), record.experts, record.base)
+
+
+def test_a_record_is_read_only_and_notes_changes_in_new_records():
+    built = RecipeRecord({"base": "b", "experts": {"a": "x"}, "data": {"a": "old"}, "unrecorded": ["cast"]})
+    with pytest.raises(TypeError):
+        built["base"] = "c"
+    signed = built.signed_in_memory()
+    assert signed.unrecorded == ["cast", "fit signatures on batches in memory"] and built.unrecorded == ["cast"]
+    again = signed.signed_with({"data": {"a": "new"}, "max_length": 7})
+    assert dict(again) == {
+        "base": "b",
+        "experts": {"a": "x"},
+        "data": {"a": "new"},
+        "max_length": 7,
+        "unrecorded": ["cast"],
+    }
+    grown = again.with_task("c", "org/c@main", revision="f" * 40, signed_in_memory=True, tolerance=0.1)
+    assert grown.changes == [{"add": "c", "expert": "org/c@" + "f" * 40, "tolerance": 0.1}]
+    assert grown.unrecorded == ["cast", "sign task 'c' with batches in memory"]
+    noted = grown.task_signed_with("c", {"data": {"c": "y"}})
+    assert noted.unrecorded == ["cast"] and noted.data_of(["a", "c"]) == {"a": "new", "c": "y"}
+    assert noted.experts == {"a": "x", "c": "org/c@" + "f" * 40}
+    later = noted.signed_with({"data": {"a": "z", "c": "z"}}).signed_with({"data": {"a": "w", "c": "w"}, "seed": 3})
+    assert [list(change) for change in later.changes] == [["add", "expert", "tolerance", "data"], ["sign"]]
+    assert later.references() == {"seed": 3} and again.references() == {"max_length": 7}
+    assert grown.changes[0].keys() == {"add", "expert", "tolerance"}
