@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -63,7 +63,7 @@ def check_task_name(name: Any) -> None:
         raise ConfigError(f"A task name must be {TASK_NAME}, not {brief(name)}.")
 
 
-def matches(name: str, patterns: list[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a parameter matches a pattern: a glob (`*embeddings*`), its name, or that of a parent module."""
     return any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in patterns)
 

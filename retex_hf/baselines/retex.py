@@ -84,10 +84,11 @@ class Retex(Method):
         return sizes_of(self.model.parts())[BODY]
 
     def state(self) -> dict[str, Any]:
-        errors = self.model.recovery_errors
+        errors = self.model.recovery_errors.values()
+        known = [error for error in errors if error is not None]
         return {
             "merge": describe_merge(self.model.retex_config.merge),
             "rank": self.model.retex_config.rank,
             "feature_layer": getattr(self.model.signatures, "feature_layer", None),
-            "mean_recovery_error": sum(errors.values()) / len(errors) if errors else 0.0,
+            "mean_recovery_error": (sum(known) / len(known) if known else None) if errors else 0.0,
         }

@@ -174,13 +174,13 @@ def build_folder(
         store.sync()
         if accelerator is not None:
             accelerator.wait_for_everyone()
-        if main and publish is None:
-            writing.finish(parts, store.files, target)
-        elif main:
+        if main and publish is not None:
             built = emptied(place / BUILT)  # a killed build may have left part of it
             writing.assemble(parts, store.files, built)
             read = reading.read(built)
             publish(dataclasses.replace(read, side_folder=parts.side_folder, tokenizers=parts.tokenizers), built)
+        elif main:
+            writing.finish(parts, store.files, target)
     return target
 
 
@@ -250,13 +250,14 @@ def _learn_merge(
     `loaded` returns the same blueprint with a model that can run.
     """
     method, options = merge_method(blueprint.config)
-    found = context.store.finished(LEARNING).get(method)
+    found: dict[str, Any] | None = context.store.finished(LEARNING).get(method)
     if found is None and context.is_main_process:
         weights = expert_weights_of(loaded())
         found = learn_options(method, options, Calibration(weights, data.readout, data.batches, context.progress))
         context.store.record(LEARNING, method, found)
     if context.accelerator is not None:
         found = broadcast_object_list([found])[0]
+    assert found is not None  # by the main process
     config = dataclasses.replace(blueprint.config, merge={"method": method, **found})
     return dataclasses.replace(blueprint, config=config)
 
@@ -298,7 +299,12 @@ def _construct(
         recovery = train(targets, layouts, config, training, context, history=history, keep_state=keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
-    tokenizers = [task for task, described in config.vocabulary.items() if described["tokenizer"]]
+    tokenizers = {}
+    for task, described in config.vocabulary.items():
+        if described["tokenizer"]:
+            folder = tokenizer_folder(blueprint.sources[task])
+            assert folder is not None  # the one that was described
+            tokenizers[task] = folder
     warn_of_other_tokenizers(blueprint.base, blueprint.sources, tokenizers)
     return RetexParts(
         config=dataclasses.replace(config, merge=_published_merge(config.merge)),
@@ -311,7 +317,7 @@ def _construct(
         history=history.records,
         recipe=blueprint.recipe("closed_form" if training is None else "adam", training),
         rows=TensorBank(own.rows),
-        tokenizers={task: tokenizer_folder(blueprint.sources[task]) for task in tokenizers},
+        tokenizers=tokenizers,
     )
 
 
@@ -355,12 +361,14 @@ def _merge(blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, cont
     merger = None if finished else _open_merger(blueprint)
 
     def work(unit: tuple[str, ...]) -> dict[str, bool]:
-        values, tensors = {}, {}
+        values: dict[str, Tensor | None] = {}
+        tensors: dict[str, list[Tensor]] = {}
         for name in unit:
             if name in body:
                 base = read_finite(experts.base, name)
                 dtype = infos[name].dtype
                 tensors[name] = [read_finite(expert, name, dtype) for expert in experts.experts.values()]
+                assert merger is not None  # not everything is merged already
                 values[name] = check_range(merger(name, base, tensors[name]), "the merge", name, dtype)
                 if name in stored.pretrained:
                     stored.pretrained[name].copy_(base)

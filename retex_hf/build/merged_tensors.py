@@ -124,13 +124,14 @@ class FileTensors(MergedTensors):
         return len(self._checkpoint.entries)
 
     def write(self, tensors: Mapping[str, Tensor | None]) -> None:
+        cast = {}
         for name, tensor in tensors.items():
             if tensor is None:
                 raise CheckpointError(
                     f"No checkpoint holds {name!r}, which {type(self._model).__name__} computes: "
                     "build without output_dir, and save."
                 )
-        cast = {name: tensor.to("cpu", self._meta[name].dtype) for name, tensor in tensors.items()}
+            cast[name] = tensor.to("cpu", self._meta[name].dtype)
         for name, tensor in self._to_files(cast).items():
             self._stored[name].copy_(tensor)
 

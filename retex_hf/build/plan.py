@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..artifact.recipe import PACKAGES, describe_build
 from ..artifact.recipe_record import RecipeRecord
@@ -57,6 +58,13 @@ from .estimate import BuildEstimate, estimate_build
 from .merged_tensors import copy_on_meta
 
 
+class HubOptions(TypedDict):
+    """The options with which sources are opened."""
+
+    token: str | None
+    cache_dir: str | None
+
+
 @dataclass
 class Blueprint:
     """Everything known before the first tensor is merged.
@@ -73,7 +81,7 @@ class Blueprint:
     library: Backend
     inventory: Inventory
     experts: ExpertSet
-    options: dict[str, Any]
+    options: HubOptions
     given: dict[str, Any]
     device: torch.device = CPU
 
@@ -123,8 +131,7 @@ class Blueprint:
             *zip(self.given["experts"].values(), self.sources.values(), strict=True),
         ]
         revisions = {spec: source.provenance.get("revision") for spec, source in opened if isinstance(spec, str)}
-        options = {"revisions": revisions, "solver": solver, "training": training}
-        recipe = describe_build(**self.given, config=self.config, **options)
+        recipe = describe_build(**self.given, config=self.config, revisions=revisions, solver=solver, training=training)
         return None if recipe is None else RecipeRecord(recipe.stored())
 
     def identity(self) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def prepare(
     dtype = parse_dtype(dtype)
     device = exact_device(parse_device(device))
     tasks = check_tasks(experts)
-    options = {"token": token, "cache_dir": cache_dir}
+    options: HubOptions = {"token": token, "cache_dir": cache_dir}
     base_source = open_source(base, "the base", **options)
     sources = {task: open_source(spec, f"expert {task!r}", adapters=True, **options) for task, spec in experts.items()}
     model = _load_skeleton(base_source, sources, model_config, on_meta, dtype)
@@ -240,16 +247,19 @@ def _load_skeleton(
             )
     full = [sources[task] for task in kinds if not isinstance(sources[task], AdapterSource)]
     source, kind = (full[0], None) if full else (base, next(iter(kinds.values()), None))
-    if source.model is not None and kind not in (None, kind_of_model(source.model)):
+    model: nn.Module
+    # An adapter may ask for another class only of a model of transformers.
+    if isinstance(source.model, PreTrainedModel) and kind not in (None, kind_of_model(source.model)):
         model = hf_transformers.from_config(kind, source.model.config, source.model.dtype, on_meta)
     elif source.model is not None:
-        model = _copied(source, on_meta).eval()
+        model = _copied(source.model, source.label, on_meta).eval()
     elif source.folder is not None:
         library = library_of_folder(source.folder)
         # Missing weights are reported later, with all other mismatches.
         with library.limited(source.folder, source):
             if kind not in (None, architecture_of(source, base)):
                 config = hf_transformers.load_config(source)
+                assert not isinstance(config.dtype, str)  # transformers has looked up the name
                 model = hf_transformers.from_config(kind, config, config.dtype, on_meta)
             elif on_meta:
                 model = library.load_on_meta(source.folder, source)
@@ -267,13 +277,13 @@ def _load_skeleton(
     return model.requires_grad_(False)
 
 
-def _copied(source: Source, on_meta: bool) -> nn.Module:
+def _copied(model: nn.Module, label: str, on_meta: bool) -> nn.Module:
     """Copy a given module, which may be of any class."""
     try:
-        return copy_on_meta(source.model) if on_meta else deepcopy(source.model).cpu()
+        return copy_on_meta(model) if on_meta else deepcopy(model).cpu()
     except Exception as error:  # locks, files and non-leaf tensors cannot be copied
-        name = type(source.model).__name__
-        raise CheckpointError(f"{source.label}: this {name} cannot be copied: {first_line(error)}") from error
+        name = type(model).__name__
+        raise CheckpointError(f"{label}: this {name} cannot be copied: {first_line(error)}") from error
 
 
 def maker_of(base: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,10 +335,12 @@ def _open_experts(
 
     aligned = {task: align(source) for task, source in sources.items()}
     check_integers(inventory.integers, integers)
-    if config.heads == "auto":
+    patterns: list[str] = []
+    if isinstance(config.heads, str):  # "auto"
         head_names = library.head_names(model, list(inventory.shapes))
     else:
-        head_names = {name for name in inventory.shapes if matches(name, config.heads)}
+        patterns = config.heads
+        head_names = {name for name in inventory.shapes if matches(name, patterns)}
     checkpoints = {task: checkpoint for task, (checkpoint, _) in aligned.items()}
     found = align_vocabulary(
         model,
@@ -336,7 +348,7 @@ def _open_experts(
         inventory,
         (tokenizer_folder(base), base_checkpoint),
         {task: (tokenizer_folder(sources[task]), checkpoint) for task, checkpoint in checkpoints.items()},
-        [] if config.heads == "auto" else config.heads,
+        patterns,
     )
     own: dict[str, Checkpoint] = {}
     if found is not None and (found.names or found.whole) and config.shared_trunk:

@@ -55,8 +55,11 @@ AUTO = "auto"
 class TaskTensors(Protocol):
     """The tensors that a method with `prepare=True` may read: every tensor that will be merged, one at a time."""
 
-    tasks: list[str]
-    names: list[str]
+    @property
+    def tasks(self) -> list[str]: ...
+
+    @property
+    def names(self) -> list[str]: ...
 
     def read_base(self, name: str) -> Tensor: ...
 

@@ -63,6 +63,7 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
 
     device = targets[0].device
     generated = torch.empty(len(targets), *layout.generated_shape, device=device)
+    assert layout.shared_shape is not None  # every matrix has one
     shared = torch.empty(layout.shared_shape, device=device)
     stacks = [target.reshape(layout.stacked_shape) for target in targets]
     residual = outside
@@ -83,7 +84,8 @@ def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design 
 
     The layers are iterated once, so they may be computed lazily.
     """
-    means, energy, count = [], 0.0, 0
+    means: list[Tensor] = []
+    energy, count = 0.0, 0
     for layer in layers:
         design = design or Design(len(layer))
         energy += design.project(layer)[1]
@@ -130,6 +132,7 @@ def _differences(experts: list[list[Tensor]], merged: list[Tensor], scales: Tens
 
 def _solved_basis(solution: Solution) -> Tensor:
     """Return the span of a solution's `S` as orthonormal rows."""
+    assert solution.shared is not None  # every matrix has one
     basis = solution.shared.double()
     basis = basis.mT if solution.layout.order == SHARED_FIRST else basis
     return basis[:, : solution.layout.solved_rank]

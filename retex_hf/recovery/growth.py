@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -131,21 +132,20 @@ def remove_from_recovery(recovery: RecoveryModule, task: int) -> RecoveryModule:
         if generator not in made:
             made[generator] = _with_rows(generator, rows)
         shrunk = made[generator]
-        weight = None if scale is None else scale.weight.detach()[rows]
-        scaled = weight is not None and bool(weight.any() or scale.bias != 1)
+        own = None if scale is None else ScaleGenerator(scale.weight.detach()[rows], scale.bias.detach().clone())
+        scaled = own is not None and bool(own.weight.any() or own.bias != 1)
         if not scaled and shrunk.bias is None and not shrunk.weight.any():
             continue
         generators[name] = shrunk
-        if weight is not None:
-            scales[name] = ScaleGenerator(weight, scale.bias.detach().clone())
+        if own is not None:
+            scales[name] = own
     return _like(RecoveryModule(embedding[others][:, rows], generators, scales), recovery)
 
 
 def empty_generator(layout: Layout, embedding_dim: int, dtype: str = "float32") -> OffsetGenerator:
     """Return a generator whose offsets are zero for every task; of rank 0, where the layout has a rank."""
-    if layout.kind == MATRIX:
-        layout = replace(layout, rank=0, inner_rank=None)
-        return OffsetGenerator(layout, torch.zeros(embedding_dim, 0), None, torch.zeros(layout.shared_shape))
+    if layout.kind == MATRIX:  # nothing to store, so nothing to quantise
+        layout, dtype = replace(layout, rank=0, inner_rank=None), "float32"
     stored = stored_parts(layout, embedding_dim, False, dtype)
     parts = {part: torch.zeros(shape, dtype=kind) for part, (shape, kind) in stored.items()}
     if layout.kind == VECTOR:
@@ -283,7 +283,9 @@ def _decompose(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _acting_factor(generator: OffsetGenerator, device: torch.device) -> Tensor:
     """Return the factor that all tasks share as rows (batch, q, n) on a device: `S` or `B S`, transposed in the
     reversed order."""
-    shared, inner = generator.factor("shared").to(device).double(), generator.factor("inner")
+    shared, inner = generator.factor("shared"), generator.factor("inner")
+    assert shared is not None  # every matrix has one
+    shared = shared.to(device).double()
     first = generator.layout.order == GENERATED_FIRST
     if inner is not None:
         inner = inner.to(device).double()
@@ -298,7 +300,7 @@ def _as_stack(tensor: Tensor, layout: Layout) -> Tensor:
 
 def _common_difference(experts: list[Tensor], merged: list[Tensor], scales: Tensor) -> Tensor:
     """Return the mean over layers of `W - gamma W_merged`; in float64 where gammas are not all 1."""
-    total = 0
+    total = torch.zeros(())
     for expert, base, scale in zip(experts, merged, scales, strict=True):
         total = total + (expert - base if scale == 1 else expert.double() - scale * base.double())
     return total / len(experts)
@@ -318,17 +320,18 @@ def _finish(
         row = _slabbed(_as_stack(offset, layout), pseudo_inverse(_acting_factor(generator, device)))
         row = row.mT if layout.order == SHARED_FIRST else row
     elif layout.kind == VECTOR:
-        _wake_scalar(generator)
-        row = offset / generator.factor("shared").to(device)
+        row = offset / _wake_scalar(generator).to(device)
     else:
         row = offset
     row = row.reshape(1, -1)
-    if generator.bias is not None:
-        row = row - generator.factor("bias").to(device)
+    bias = generator.factor("bias")
+    if bias is not None:
+        row = row - bias.to(device)
     for part, tensor in encode_parts(layout, {"weight": row.float()}, dtype).items():
         generator.get_parameter(part)[-1] = tensor[0]
-    stored = (generator.generated_row(-1), generator.factor("shared"), generator.factor("inner"))
-    offset = layout.offset(*(None if factor is None else factor.to(device) for factor in stored)).double()
+    generated = generator.generated_row(-1).to(device)
+    shared, inner = (None if f is None else f.to(device) for f in map(generator.factor, ("shared", "inner")))
+    offset = layout.offset(generated, shared, inner).double()
     errors = []
     for expert, base, scale in zip(experts, merged, scales.tolist(), strict=True):
         energy = _energy(expert - base)
@@ -337,14 +340,17 @@ def _finish(
     return Extension(generator, scales.tolist(), errors)
 
 
-def _wake_scalar(generator: OffsetGenerator) -> None:
-    """Set a vector's shared scalar from zero (where training never moved it) to 1, and the generator of the other tasks
-    to zero instead: with a zero scalar no task could have an offset."""
-    if generator.shared == 0:
-        generator.shared.fill_(1)
+def _wake_scalar(generator: OffsetGenerator) -> Tensor:
+    """Return a vector's shared scalar. If it is zero (where training never moved it), set it to 1, and the generator of
+    the other tasks to zero instead: with a zero scalar no task could have an offset."""
+    shared = generator.shared
+    assert shared is not None  # every vector has one
+    if shared == 0:
+        shared.fill_(1)
         generator.weight.zero_()
         if generator.bias is not None:
             generator.bias.zero_()
+    return shared
 
 
 def _resized(generator: OffsetGenerator, layout: Layout, rows: int, dtype: str) -> OffsetGenerator:
@@ -392,9 +398,9 @@ def _append_directions(generator: OffsetGenerator, directions: Tensor, dtype: st
     elif dtype == "int8":
         _append_codes(generator, directions.mT.float().cpu())
     else:
-        generator.shared[..., -count:] = directions.mT
+        generator.get_parameter("shared")[..., -count:] = directions.mT
     if generator.inner is not None:
-        through = torch.zeros(layout.batch, count, layout.inner_shape[-1])
+        through = torch.zeros(layout.batch, count, generator.inner.shape[-1])
         through[..., -count:] = torch.eye(count)
         for part, tensor in encode_parts(layout, {"inner": through}, dtype).items():
             generator.get_parameter(part)[:, -count:] = tensor
@@ -406,22 +412,23 @@ def _append_codes(generator: OffsetGenerator, columns: Tensor) -> None:
     A direction may have any length, so choose one that suits the rows' scales; where none does (a row of `S` that was
     nearly zero), clip some entries. Rows of zeros get a new scale.
     """
-    scale = generator.shared_scale.float()
+    shared, shared_scale = generator.get_parameter("shared"), generator.get_parameter("shared" + SCALE)
+    scale = shared_scale.float()
     largest = LARGEST_CODE * scale
     ratios = torch.where((largest > 0) & (columns != 0), largest / columns.abs(), torch.inf).sort(1).values
-    best = None
-    for share in CUT_SHARES:
+
+    def encoded(share: float) -> tuple[float, Tensor, Tensor]:
         length = ratios[:, int(share * (ratios.shape[1] - 1))].unsqueeze(1)
         scaled = columns * torch.where(length.isinf(), 1.0, length)
         own = (scaled.abs().amax(-1, keepdim=True) / LARGEST_CODE).to(SCALE_DTYPE)
         used = torch.where(scale > 0, scale, own.float())
         codes = torch.where(used > 0, scaled / used, 0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
         likeness = torch.cosine_similarity(codes * used, columns, dim=1).mean().item()
-        if best is None or likeness > best[0]:
-            best = (likeness, codes, used)
-    _, codes, used = best
-    generator.shared[..., -columns.shape[-1] :] = codes.to(torch.int8)
-    generator.shared_scale.copy_(used)
+        return likeness, codes, used
+
+    _, codes, used = max(map(encoded, CUT_SHARES), key=itemgetter(0))
+    shared[..., -columns.shape[-1] :] = codes.to(torch.int8)
+    shared_scale.copy_(used)
 
 
 def _extend_scale(scale: ScaleGenerator | None, gamma: float, dimension: int) -> ScaleGenerator:

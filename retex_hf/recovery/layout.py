@@ -93,7 +93,8 @@ class Layout:
         out = None if out is None else out.view(self.stacked_shape)
         return torch.baddbmm(base.reshape(self.stacked_shape), left, right, out=out).view(self.shape)
 
-    def _factors(self, generated: Tensor, shared: Tensor, inner: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _factors(self, generated: Tensor, shared: Tensor | None, inner: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert shared is not None  # every matrix has one
         generated = generated.view(self.generated_shape)
         if self.order == GENERATED_FIRST:
             return (generated if inner is None else generated @ inner), shared
@@ -143,6 +144,7 @@ def plan_layout(
         return Layout(shape, VECTOR)
     if rank == "full":
         return Layout(shape, WHOLE)
+    assert not isinstance(rank, str)  # "full" is the only name of a rank
     layout = Layout(shape, MATRIX, prod(axes[:-2]), axes[-2], axes[-1], order=order)
     return at_rank(layout, rank, num_tasks, inner_rank)
 

@@ -3,7 +3,8 @@ parameter tensor (per shape, with shared layers), and for the affine variant one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ class OffsetGenerator(nn.Module):
     `factor` return float32 values in every case.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    shared: nn.Parameter | None
+    inner: nn.Parameter | None
+
     def __init__(
         self,
         layout: Layout,
@@ -47,7 +53,8 @@ class OffsetGenerator(nn.Module):
     @classmethod
     def of_parts(cls, layout: Layout, parts: Mapping[str, Tensor]) -> OffsetGenerator:
         """Create a generator from its stored tensors by name."""
-        return cls(layout, **{**dict.fromkeys(PARTS), **parts})
+        scales = {part: tensor for part, tensor in parts.items() if part not in PARTS}
+        return cls(layout, parts["weight"], parts.get("bias"), parts.get("shared"), parts.get("inner"), **scales)
 
     @classmethod
     def initialised(cls, layout: Layout, embedding_dim: int) -> OffsetGenerator:
@@ -59,7 +66,7 @@ class OffsetGenerator(nn.Module):
         shared = None if layout.shared_shape is None else torch.zeros(layout.shared_shape)
         inner = None
         if layout.inner_shape is not None:
-            inner = nn.init.normal_(torch.empty(layout.inner_shape), std=layout.inner_rank**-0.5)
+            inner = nn.init.normal_(torch.empty(layout.inner_shape), std=layout.solved_rank**-0.5)
         return cls(layout, linear.weight.detach().T.contiguous(), linear.bias.detach(), shared, inner)
 
     def stored_as(self, dtype: str) -> OffsetGenerator:
@@ -85,16 +92,18 @@ class OffsetGenerator(nn.Module):
         return self._with_bias(taken).view(self.layout.generated_shape)
 
     def _with_bias(self, combined: Tensor) -> Tensor:
-        return combined if self.bias is None else combined + self.factor("bias")
+        bias = self.factor("bias")
+        return combined if bias is None else combined + bias
 
     def forward(self, embedding: Tensor) -> Tensor:
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
 
     def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
         """Return `base + offset`, in the dtype and on the device of `base`; write it into `out` if given."""
-        parts = (self.generated(embedding), self.factor("shared"), self.factor("inner"))
-        beside = (None if part is None else part.to(base.device, base.dtype) for part in parts)
-        return self.layout.added(base, *beside, out=out)
+        generated = self.generated(embedding).to(base.device, base.dtype)
+        factors = (self.factor("shared"), self.factor("inner"))
+        shared, inner = (None if factor is None else factor.to(base.device, base.dtype) for factor in factors)
+        return self.layout.added(base, generated, shared, inner, out)
 
 
 class ScaleGenerator(nn.Module):
@@ -198,13 +207,14 @@ class RecoveryModule(nn.Module):
         """Write a solution for the parameters that share it; `dtype` is how the factors are stored."""
         generator, embedding_dim = self[names[0]], self.task_embedding.shape[1]
         weight, bias = _generator_rows(solution.generated, embedding_dim, basis)
-        parts = zip(PARTS, (weight, bias, solution.shared, solution.inner), strict=True)
-        parts = {part: tensor for part, tensor in parts if tensor is not None}
+        factors = zip(PARTS, (weight, bias, solution.shared, solution.inner), strict=True)
+        parts = {part: tensor for part, tensor in factors if tensor is not None}
         for part, tensor in encode_parts(generator.layout, parts, dtype).items():
             generator.get_parameter(part).copy_(tensor)
         if solution.scales is not None:
             for name, scales in zip(names, solution.scales, strict=True):
                 scale = self.scale(name)
+                assert scale is not None  # the module is of the affine variant, as the solution is
                 scale.weight.zero_()
                 scale.weight[: len(scales)] = scales - 1
                 scale.bias.fill_(1)
@@ -260,11 +270,11 @@ class RecoveryModule(nn.Module):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._keys
 
     def __getitem__(self, name: str) -> OffsetGenerator:
-        return self.generators[self._keys[name]]
+        return cast(OffsetGenerator, self.generators[self._keys[name]])
 
     def generator_name(self, name: str) -> str:
         """Return the name a parameter's generator is stored under: its own, or that of the first layer that shares
@@ -273,7 +283,7 @@ class RecoveryModule(nn.Module):
 
     def scale(self, name: str) -> ScaleGenerator | None:
         """Return the affine variant's scale generator of a parameter."""
-        return self.scales._modules.get(name.replace(".", "/"))
+        return cast("ScaleGenerator | None", self.scales._modules.get(name.replace(".", "/")))
 
     def embed(self, weights: Tensor) -> Tensor:
         """Return the embedding of a mixture of tasks (one-hot for a single task)."""
@@ -302,7 +312,10 @@ class RecoveryModule(nn.Module):
         trained."""
         if dtype == "float32":
             return self
-        stored = {key: generator.stored_as(dtype) for key, generator in self.generators.items()}
+        stored: dict[str, OffsetGenerator] = {}
+        for name, key in self._keys.items():
+            if key not in stored:
+                stored[key] = self[name].stored_as(dtype)
         generators = {name: stored[key] for name, key in self._keys.items()}
         scales = {name: scale for name in self if (scale := self.scale(name)) is not None}
         return RecoveryModule(self.task_embedding.detach(), generators, scales)
@@ -310,7 +323,7 @@ class RecoveryModule(nn.Module):
     def stored_numbers(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.half()` casts the model, not the recovery: offsets are computed in float32 and cast at the end.
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -332,7 +345,9 @@ def recovery_tensors(
 
     `units` maps the parameters that share a generator to its layout; the generator is stored under the first name.
     """
-    wanted = {TASK_EMBEDDING: ((num_tasks, embedding_dim), torch.float32)}
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        TASK_EMBEDDING: ((num_tasks, embedding_dim), torch.float32)
+    }
     for unit, layout in units.items():
         parts = stored_parts(layout, embedding_dim, bias, dtype)
         wanted |= {f"{unit[0]}.{part}": description for part, description in parts.items()}

@@ -92,10 +92,10 @@ def stored_parts(
 
 def _row_length(layout: Layout, part: str) -> int:
     """Return how many numbers share a scale: a row of `G_t`, of `S` or of `B`."""
-    if part == "shared":
-        return layout.shared_shape[-1]
-    if part == "inner":
-        return layout.inner_shape[-1]
+    if part in ("shared", "inner"):
+        shape = layout.shared_shape if part == "shared" else layout.inner_shape
+        assert shape is not None  # the part exists
+        return shape[-1]
     if layout.kind == MATRIX:
         return layout.generated_shape[-1]
     length = 1

@@ -17,7 +17,7 @@ def sample_weights(
     >>> sample_weights({"method": "dirichlet", "alpha": 1.0}, 1000, 4, generator).sum(1).allclose(torch.ones(1000))
     True
     """
-    options = dict(method) if isinstance(method, dict) else {"method": method}
+    options: dict[str, Any] = dict(method) if isinstance(method, dict) else {"method": method}
     if options["method"] is None:
         return torch.nn.functional.one_hot(torch.randint(num_tasks, (count,), generator=generator), num_tasks).float()
     if options["method"] == "dirichlet":

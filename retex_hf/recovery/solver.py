@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def solve_all(
                 "The closed form has no affine recovery with task_embedding_dim below the number of tasks; "
                 'train it with solver="adam".'
             )
-        basis = _narrow_basis(targets, units, config, moments, costs, context)
+        basis = _narrow_basis(targets, units, config, dimension, moments, costs, context)
     wanted = recovery_tensors(units, tasks, dimension, bias=basis is not None, affine=affine, dtype=dtype)
     infos = {name: TensorInfo(*description) for name, description in wanted.items()}
     recovery = RecoveryModule.from_tensors(units, context.store.allocate("recovery", infos))
@@ -126,6 +127,7 @@ def _narrow_basis(
     targets: Targets,
     units: Mapping[tuple[str, ...], Layout],
     config: RetexConfig,
+    dimension: int,
     moments: Tensor | None,
     costs: Mapping[tuple[str, ...], float],
     context: BuildContext,
@@ -137,12 +139,14 @@ def _narrow_basis(
     matrices of the solutions are kept.
     """
     basis, best = None, None
+    nothing = torch.zeros(targets.num_tasks, targets.num_tasks, dtype=torch.float64)
     for number in range(NARROW_PASSES + 1):
         design = Design(targets.num_tasks, basis, moments)
 
         def work(unit: tuple[str, ...], design: Design = design) -> tuple[float, list[list[float]]]:
             solution = _solve_unit(targets, unit, units[unit], config, design)
-            return solution.residual, sum(_kernel(targets, name, solution) for name in unit).tolist()
+            kernels = (_kernel(targets, name, solution) for name in unit)
+            return solution.residual, sum(kernels, start=torch.zeros((), dtype=torch.float64)).tolist()
 
         found = run_dealt(context, costs, work, f"Solving, pass {number + 1}")
         if basis is not None:
@@ -151,7 +155,8 @@ def _narrow_basis(
                 break
             best = (loss, basis)
         kernels = [torch.tensor(kernel, dtype=torch.float64) for _, kernel in found.values()]
-        basis = narrow_basis(sum(kernels), config.task_embedding_dim)
+        basis = narrow_basis(sum(kernels, start=nothing), dimension)
+    assert best is not None  # from the second pass on
     return best[1]
 
 
@@ -162,6 +167,7 @@ def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
     if layout.kind != MATRIX:
         rows = [difference.flatten() for difference in differences]
     else:
+        assert solution.shared is not None  # every matrix has one
         shared, rank = solution.shared.double(), layout.solved_rank
         reversed_order = layout.order == SHARED_FIRST
         shared = shared[..., :rank].mT if reversed_order else shared[:, :rank].mT
@@ -192,7 +198,8 @@ def soft_moments(config: RetexConfig, num_tasks: int) -> Tensor | None:
     """Return `E[w w^T]` of the mixtures that soft training draws; None for single tasks."""
     if config.soft_training is None:
         return None
-    options = config.soft_training if isinstance(config.soft_training, dict) else {"method": config.soft_training}
+    method = config.soft_training
+    options: dict[str, Any] = method if isinstance(method, dict) else {"method": method}
     if options["method"] == "dirichlet":
         return dirichlet_moments(num_tasks, options.get("alpha", 1.0))
     generator = torch.Generator().manual_seed(0)

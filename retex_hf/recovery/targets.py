@@ -64,7 +64,7 @@ class Targets:
         tasks = weights.nonzero().flatten().tolist()
         if len(tasks) == 1 and weights[tasks[0]] == 1:
             return self.difference(tasks[0], name)
-        return sum(weights[task] * self.difference(task, name) for task in tasks)
+        return sum((weights[task] * self.difference(task, name) for task in tasks), start=torch.zeros(()))
 
 
 def _wide(tensor: Tensor) -> Tensor:

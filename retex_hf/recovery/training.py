@@ -330,9 +330,10 @@ class _Checkpoint:
 
     def save(self, step: int, history: History) -> None:
         """Write the state beside the previous one and move it into place, so that one complete state always exists."""
-        if self.state is None:
+        state = self.state
+        if state is None:
             return
-        with together(self.accelerator, lambda: replacing(self.state, ("*",))) as scratch:
+        with together(self.accelerator, lambda: replacing(state, ("*",))) as scratch:
             self.accelerator.save_state(str(scratch))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
@@ -389,7 +390,7 @@ def _digest(targets: Targets, task: str) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name in targets.names:
         tensor = targets.experts.read_expert(task, name)
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -53,6 +53,17 @@ def test_a_finished_model_is_used_as_it_is():
     assert model.signatures is before
 
 
+def test_the_mean_error_is_that_of_the_parameters_whose_error_is_known():
+    material = make_material("bert")
+    model = RetexModel.from_experts(material.base, material.experts, RetexConfig(rank=2), progress=False)
+    method = fitted(Retex(model=model), material)
+    first, second, *others = model.recovery_errors
+    model.recovery_errors = {first: 0.5, second: 0.25, **dict.fromkeys(others)}
+    assert method.state()["mean_recovery_error"] == 0.375
+    model.recovery_errors = dict.fromkeys(model.recovery_errors)
+    assert method.state()["mean_recovery_error"] is None
+
+
 def test_weight_signatures_need_no_inputs():
     material = make_material("bert")
     method = fitted(Retex(RetexConfig(rank=4, signatures="weights")), material)

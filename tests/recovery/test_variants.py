@@ -231,6 +231,13 @@ def test_exact_is_never_worse_than_adam(base, experts, options):
     assert squared_error(exact, experts) <= squared_error(trained, experts) * (1 + 1e-6)
 
 
+def test_a_narrow_embedding_of_experts_that_equal_the_merge(base):
+    model = build(base, dict.fromkeys(TASKS, base), task_embedding_dim=1)
+    assert len(model.recovery) == 0
+    assert model.recovery.task_embedding.shape == (len(TASKS), 1)
+    assert squared_error(model, dict.fromkeys(TASKS, base)) == 0
+
+
 def test_affine_with_a_narrow_embedding_is_left_to_training(base, experts):
     with pytest.raises(ConfigError, match='solver="adam"'):
         build(base, experts, recovery="affine", task_embedding_dim=1)
