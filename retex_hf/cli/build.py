@@ -89,7 +89,7 @@ class BuildOptions(Options):
         for difference in differences(recipe):
             say(f"note: not bit for bit: {difference}.")
         model = make(recipe, progress=True)
-        errors = model.recovery_errors.values()
+        errors = [error for error in model.recovery_errors.values() if error is not None]
         mean = sum(errors) / len(errors) if errors else 0.0
         signed = "signed" if model.signatures is not None else "not signed yet (retex sign)"
         say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")

@@ -49,9 +49,10 @@ def overview_html(model: RetexModel) -> Markup:
 def figures_html(model: RetexModel) -> Markup:
     """Render all figures that can be drawn from the artifact. Spectra take a few seconds for large models."""
     drawings: list[tuple[Callable[[], Figure], str]] = []
-    if model.recovery_errors:
+    errors = {name: error for name, error in model.recovery_errors.items() if error is not None}
+    if errors:
         text = "Relative error of every recovered parameter: 0 is exact, 1 is the merged value."
-        drawings.append((partial(plot_errors, model.recovery_errors), text))
+        drawings.append((partial(plot_errors, errors), text))
     ratios = recovered_energy(model.recovery, model.tasks)
     if ratios:
         text = "Energy of the stored differences in their top q singular directions. What recovery misses is left out."

@@ -18,7 +18,7 @@ Importing this module, which the import of `RetexModel` does, changes transforme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,8 @@ class _Recorder:
     """A substitute for a model during one call that records the routing of its output."""
 
     def __init__(self, model: RetexModel) -> None:
-        self.model, self.routing = model, None
+        self.model = model
+        self.routing: Routing | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._noted(self.model(*args, **kwargs))
@@ -74,14 +75,16 @@ class _Recorder:
         return getattr(self.model, name)
 
     def _noted(self, output: Any) -> Any:
-        self.routing: Routing | None = output.routing
+        self.routing = output.routing
         return output
 
 
 class RoutedPipeline(Pipeline):
     """The common base of our pipelines; the next class in the MRO is that of transformers."""
 
-    def _in_place_of_model(self, model: Any) -> Pipeline:
+    model: RetexModel  # type: ignore[assignment]  # transformers declares a class of its own, but runs any
+
+    def _in_place_of_model(self, model: Any) -> Any:
         """Return transformers' methods of this pipeline with another model, on a copy because calls may overlap."""
         view = copy(self)
         view.model = model
@@ -91,9 +94,9 @@ class RoutedPipeline(Pipeline):
         """Check the wrapped model's class instead of the wrapper's."""
         self._in_place_of_model(self.model.get_base_model()).check_model_type(supported_models)
 
-    def _forward(self, model_inputs: Any, **params: Any) -> Any:
+    def _forward(self, *args: Any, **params: Any) -> Any:
         recorder = _Recorder(self.model)
-        outputs = self._in_place_of_model(recorder)._forward(model_inputs, **params)
+        outputs = self._in_place_of_model(recorder)._forward(*args, **params)
         if recorder.routing is not None:
             outputs[TASK_KEY] = recorder.routing.tasks
             if recorder.routing.abstained is not None:
@@ -102,29 +105,29 @@ class RoutedPipeline(Pipeline):
             raise TaskError("Without recovery nothing says which head to use: leave disable_adapter() for a pipeline.")
         return outputs
 
-    def postprocess(self, model_outputs: Any, **params: Any) -> Any:
+    def postprocess(self, model_outputs: Any, *args: Any, **params: Any) -> Any:
         parts = model_outputs if isinstance(model_outputs, list) else [model_outputs]
         task = self._task_of(parts)
-        if task is None:
-            return super().postprocess(model_outputs, **params)
+        said = {} if task is None else {"task": task, **self._far_of(parts)}
         config = self.model.retex_config
-        if task not in config.tasks:
+        model: RetexModel | SimpleNamespace = self.model
+        if task is not None and task not in config.tasks:
             raise TaskError(f"Task {task!r} was deleted before its answer could be read: give the input again.")
-        labels, said = config.labels.get(task), {"task": task, **self._far_of(parts)}
-        if labels is None:
-            return _saying(super().postprocess(model_outputs, **params), said)
-        parts = [_without_padding(part, len(labels["id2label"])) for part in parts]
-        outputs = parts if isinstance(model_outputs, list) else parts[0]
-        described = SimpleNamespace(config=self.model.config)
-        library_of(self.model.get_base_model()).set_labels(described, labels)
-        return _saying(self._in_place_of_model(described).postprocess(outputs, **params), said)
+        labels = None if task is None else config.labels.get(task)
+        if labels is not None:
+            cut = [_without_padding(part, len(labels["id2label"])) for part in parts]
+            model_outputs = cut if isinstance(model_outputs, list) else cut[0]
+            model = SimpleNamespace(config=self.model.config)
+            library_of(self.model.get_base_model()).set_labels(model, labels)
+        answer = self._in_place_of_model(model).postprocess(model_outputs, *args, **params)
+        return _saying(answer, said) if said else answer
 
-    def _far_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
+    def _far_of(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         """Return whether any part of an input is out-of-distribution; empty if the routing does not abstain."""
         found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
         return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
 
-    def _task_of(self, parts: list[Mapping[str, Any]]) -> str | None:
+    def _task_of(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the task of one input, which may have been split into several parts."""
         # A row of a split batch has a name, an unsplit batch of one has a list of one.
         names = (part[TASK_KEY] for part in parts if TASK_KEY in part)
@@ -136,7 +139,7 @@ class RoutedPipeline(Pipeline):
         return next(iter(tasks), None)
 
 
-def _without_padding(outputs: Mapping[str, Any], width: int) -> Any:
+def _without_padding(outputs: dict[str, Any], width: int) -> dict[str, Any]:
     """Return the outputs of a row with only the logits of its own head."""
     return type(outputs)({**outputs, "logits": outputs["logits"][..., :width]})
 
@@ -152,7 +155,8 @@ class RetexTextClassificationPipeline(RoutedPipeline, TextClassificationPipeline
     """The `"text-classification"` pipeline."""
 
 
-class RetexTokenClassificationPipeline(RoutedPipeline, TokenClassificationPipeline):
+# transformers' own `postprocess` has another name for the outputs there.
+class RetexTokenClassificationPipeline(RoutedPipeline, TokenClassificationPipeline):  # type: ignore[misc]
     """The `"token-classification"` pipeline."""
 
 
@@ -179,13 +183,19 @@ class RetexImageFeatureExtractionPipeline(RoutedPipeline, ImageFeatureExtraction
 class RetexAudioClassificationPipeline(RoutedPipeline, AudioClassificationPipeline):
     """The `"audio-classification"` pipeline."""
 
-    def _sanitize_parameters(self, top_k: int | None = None, **params: Any) -> tuple[dict, dict, dict]:
+    def _sanitize_parameters(
+        self, top_k: int | None = None, function_to_apply: str | None = None, **params: Any
+    ) -> tuple[dict, dict, dict]:
         """Defer `top_k`, which transformers limits to the number of labels before the task is known."""
-        *others, postprocess_params = super()._sanitize_parameters(top_k=1, **params)
+        *others, postprocess_params = super()._sanitize_parameters(1, function_to_apply, **params)
         return *others, {**postprocess_params, "top_k": top_k}
 
-    def postprocess(self, model_outputs: Any, top_k: int | None = None, **params: Any) -> Any:
-        width = len(self.model.retex_config.labels[self._task_of([model_outputs])]["id2label"])
+    def postprocess(  # type: ignore[override]  # transformers annotates every parameter of a step as a dict
+        self, model_outputs: Any, top_k: int | None = None, **params: Any
+    ) -> Any:
+        task = self._task_of([model_outputs])
+        labels = None if task is None else self.model.retex_config.labels.get(task)
+        width = self.model.config.num_labels if labels is None else len(labels["id2label"])
         return super().postprocess(model_outputs, top_k=min(top_k or width, width), **params)
 
 
@@ -207,7 +217,7 @@ class RetexTextGenerationPipeline(RoutedPipeline, TextGenerationPipeline):
         encoded = self.model.config.is_encoder_decoder
         super().check_model_type(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if encoded else supported_models)
 
-    def postprocess(
+    def postprocess(  # type: ignore[override]  # transformers annotates every parameter of a step as a dict
         self, model_outputs: Any, return_type: ReturnType = ReturnType.FULL_TEXT, **params: Any
     ) -> list[dict[str, Any]]:
         if self.model.config.is_encoder_decoder:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from accelerate import Accelerator
 
@@ -19,12 +17,34 @@ from ..build.plan import prepare
 from ..checkpoints import open_source
 from ..checkpoints.tokenizer_files import find_side_folder
 from ..config import RetexConfig
+from ..data.task_data import Inputs
 from ..errors import ConfigError
+from ..model.edit_tasks import AddedTask
 from ..model.retex_model import RetexModel
 from ..recovery import TrainingConfig
 from ..utils.atomic_folder import check_target
 from ..utils.devices import parse_device
 from .signing import References, sign
+
+
+class _HubOptions(TypedDict, total=False):
+    """How to read from the Hub."""
+
+    token: str | None
+    cache_dir: str | None
+
+
+class _BuildOptions(_HubOptions):
+    """The options that a build in memory and one into a folder share."""
+
+    solver: str
+    training: TrainingConfig | None
+    model_config: str | dict[str, Any] | None
+    check_base: bool
+    dtype: str | None
+    device: str | None
+    accelerator: Accelerator | None
+    progress: bool
 
 
 def make(
@@ -46,10 +66,10 @@ def make(
     references = references_of(recipe.to_dict())
     # Load before building, so that invalid data fails here and not after a folder has been written.
     inputs = references.load()
-    options = {"token": token, "cache_dir": cache_dir}
+    options: _HubOptions = {"token": token, "cache_dir": cache_dir}
     _check_signing(recipe, config, references, inputs, **options)
     _check_changes(recipe, **options)
-    build_options = {
+    build_options: _BuildOptions = {
         "solver": recipe.solver,
         "training": training,
         "model_config": recipe.model_config,
@@ -60,10 +80,14 @@ def make(
         "progress": progress,
         **options,
     }
-    complete = partial(_complete, recipe, references, inputs, progress=progress, **options)
     device = None if recipe.device is None else parse_device(recipe.device)
+    output_dir = recipe.output_dir
+
+    def complete(model: RetexModel) -> None:
+        _complete(recipe, references, inputs, model, progress=progress, **options)
+
     with use_threads(recipe.threads):
-        if not recipe.output_dir:
+        if not output_dir:
             model = RetexModel.from_experts(recipe.base, recipe.experts, config, **build_options)
             if accelerator is None or accelerator.is_main_process:
                 complete(model)
@@ -73,13 +97,14 @@ def make(
             model = RetexModel(parts)
             complete(model if device is None else model.to(device))
             if folder is None or recipe.changes or config.shared_trunk:  # the weights changed, or are on no disk yet
-                model.save_pretrained(recipe.output_dir)
+                model.save_pretrained(output_dir)
             else:
-                writing.carry_over(model.parts(), folder, check_target(recipe.output_dir))
+                writing.carry_over(model.parts(), folder, check_target(output_dir))
 
         more = inputs or recipe.changes or recipe.solver == "adam"
-        build_options["publish"] = publish if more else None
-        folder = build_folder(recipe.base, recipe.experts, config, recipe.output_dir, **build_options)
+        folder = build_folder(
+            recipe.base, recipe.experts, config, output_dir, publish=publish if more else None, **build_options
+        )
         model = RetexModel(reading.read(folder))
         return model if device is None else model.to(device)
 
@@ -87,11 +112,11 @@ def make(
 def _complete(
     recipe: Recipe,
     references: References,
-    inputs: dict[str, Sequence[Any]],
+    inputs: dict[str, Inputs],
     model: RetexModel,
     *,
     progress: bool,
-    **options: Any,
+    **options: Unpack[_HubOptions],
 ) -> None:
     """Apply the recipe's remaining steps to a model that was just built."""
     if recipe.solver == "adam" and model.recipe is not None:
@@ -105,17 +130,28 @@ def _complete(
 
 
 def _check_signing(
-    recipe: Recipe, config: RetexConfig, references: References, inputs: dict[str, Sequence[Any]], **options: Any
+    recipe: Recipe,
+    config: RetexConfig,
+    references: References,
+    inputs: dict[str, Inputs],
+    **options: Unpack[_HubOptions],
 ) -> None:
     """Refuse inputs that the tokenizer or processor of the model to build does not take."""
     if inputs:
-        given = {"model_config": recipe.model_config, "check_base": False, **options}
-        blueprint = prepare(recipe.base, recipe.experts, config, on_meta=True, **given)
+        blueprint = prepare(
+            recipe.base,
+            recipe.experts,
+            config,
+            on_meta=True,
+            model_config=recipe.model_config,
+            check_base=False,
+            **options,
+        )
         side_folder = find_side_folder((blueprint.base, *blueprint.sources.values()))
         references.draw(inputs, 1, references.preprocessor(side_folder, blueprint.model))
 
 
-def _check_changes(recipe: Recipe, **options: Any) -> None:
+def _check_changes(recipe: Recipe, **options: Unpack[_HubOptions]) -> None:
     """Refuse changes whose experts or data are not where the recipe says."""
     for change in recipe.changes:
         references_of(change.get("sign", change)).load()
@@ -123,7 +159,9 @@ def _check_changes(recipe: Recipe, **options: Any) -> None:
             open_source(change["expert"], f"expert {change['add']!r}", adapters=True, **options)
 
 
-def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Any) -> None:
+def apply_change(
+    model: RetexModel, change: dict[str, Any], *, progress: bool = True, **options: Unpack[_HubOptions]
+) -> None:
     """Apply one entry of a recipe's `changes` to a model."""
     change = dict(change)
     if "remove" in change:
@@ -135,7 +173,7 @@ def apply_change(model: RetexModel, change: dict[str, Any], *, progress: bool = 
         add_task(model, change["add"], change["expert"], references_of(change), progress=progress, **own, **options)
 
 
-def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> Any:
+def add_task(model: RetexModel, name: str, expert: str, references: References, **options: Any) -> AddedTask:
     """Call `RetexModel.add_task` with reference inputs from data, and record their source in the recipe."""
     batches = references.batches(model)[name] if references.data else None
     with use_threads(None if model.recipe is None else model.recipe.threads):

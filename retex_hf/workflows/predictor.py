@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..artifact.preprocess import Preprocessor, load_preprocessor
 from ..artifact.recipe_record import RecipeRecord
-from ..backends import hf_transformers, library_of, openclip
+from ..backends import library_of, openclip
 from ..data.labels import best_label
 from ..data.readout import Classifier, Generator, Readout, ZeroShot
 from ..errors import ConfigError, InputError
@@ -74,7 +75,7 @@ class Predictor:
     ) -> None:
         self.model, self.preprocessor, self.batch_size = model, preprocessor, batch_size
         self.own = own_preprocessors(model) if own is None else dict(own)
-        self.classes = None if classes is None else {task: list(names) for task, names in classes.items()}
+        self.classes = {task: list(names) for task, names in (classes or {}).items()}
         self.kind = answer_kind(model, classes is not None)
         if classes is not None and self.kind != ZERO_SHOT:
             raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
@@ -92,7 +93,7 @@ class Predictor:
         *,
         max_length: int | None = None,
         model_options: dict[str, Any] | None = None,
-        **options,
+        **options: Any,
     ) -> Predictor:
         """Load a predictor from an artifact, a folder or a Hub id; `max_length` as in [`preprocessor_of`]."""
         model = RetexModel.from_pretrained(folder, **(model_options or {}))
@@ -115,10 +116,15 @@ class Predictor:
         missing = [task for task in self.model.tasks if not self.classes.get(task)]
         if missing:
             raise InputError(f"The classes of task {missing[0]!r} are not named.")
+        encode_texts = self.preprocessor.encode_texts
+        if encode_texts is None:
+            raise InputError(
+                "The preprocessor makes no batches of texts, which names of classes need: give encode_texts."
+            )
         method = "encode_text" if library_of(self.model.model) is openclip else "get_text_features"
         heads = {}
         for task in self.model.tasks:
-            batch = self.preprocessor.encode_texts([prompt.format(name) for name in self.classes[task]])
+            batch = encode_texts([prompt.format(name) for name in self.classes[task]])
             heads[task] = _as_tensor(getattr(self.model, method)(**self._moved(batch)))
         return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
 
@@ -133,13 +139,15 @@ class Predictor:
     @torch.no_grad()
     def _run(self, inputs: Sequence[Any], task: str | Sequence[str] | None, merged: bool) -> list[Answer]:
         inputs = list(inputs)
-        tasks = [task] * len(inputs) if task is None or isinstance(task, str) else list(task)
-        if len(tasks) != len(inputs):
+        if isinstance(task, str):
+            task = [task] * len(inputs)
+        tasks = None if task is None else list(task)
+        if tasks is not None and len(tasks) != len(inputs):
             raise InputError(f"{len(tasks)} tasks are named for {len(inputs)} inputs.")
         answers: list[Answer] = []
         for start in range(0, len(inputs), self.batch_size):
             rows = slice(start, start + self.batch_size)
-            named = None if task is None else tasks[rows]
+            named = None if tasks is None else tasks[rows]
             answers += self._answer_inputs(inputs[rows], named, merged)
         return answers
 
@@ -152,18 +160,20 @@ class Predictor:
             pinned = self.model.active_adapter
             if pinned is None:
                 routing = self.model.identify(**self.batch(inputs))
-            if isinstance(pinned, list) or (routing is not None and routing.weights is not None):
-                # A mixture of tasks cannot use the tokens of a single one.
+                tasks = routing.tasks if routing.weights is None else None
+            elif isinstance(pinned, str):
+                tasks = [pinned] * len(inputs)
+            if tasks is None:  # a mixture of tasks cannot use the tokens of a single one
                 return self._answer_batch(self.batch(inputs), None, merged, self.readout)
-            tasks = [pinned] * len(inputs) if routing is None else routing.tasks
-        answers: list[Answer | None] = [None] * len(inputs)
+        by_row: dict[int, Answer] = {}
         for owner in dict.fromkeys(task if task in self.own else None for task in tasks):
             rows = [row for row, task in enumerate(tasks) if (task if task in self.own else None) == owner]
-            made = self.own.get(owner, self.preprocessor)([inputs[row] for row in rows])
-            readout = self._own_readouts.get(owner, self.readout)
-            found = self._answer_batch(self._moved(made), [tasks[row] for row in rows], merged, readout)
-            for row, answer in zip(rows, found, strict=True):
-                answers[row] = answer
+            preprocessor = self.preprocessor if owner is None else self.own[owner]
+            readout = self.readout if owner is None else self._own_readouts[owner]
+            made = self._moved(preprocessor([inputs[row] for row in rows]))
+            found = self._answer_batch(made, [tasks[row] for row in rows], merged, readout)
+            by_row |= zip(rows, found, strict=True)
+        answers = [by_row[row] for row in range(len(inputs))]
         if routing is None:
             return answers
         read = [(answer.answer, answer.score) for answer in answers]
@@ -174,10 +184,13 @@ class Predictor:
     ) -> list[Answer]:
         model = self.model
         if readout is None:
-            routing = model.identify(**batch) if tasks is None else None
-            chosen = routing.tasks if routing is not None else tasks
-            return self._answers(chosen, [(None, None)] * len(chosen), routing)
+            routing = None
+            if tasks is None:
+                routing = model.identify(**batch)
+                tasks = routing.tasks
+            return self._answers(tasks, [(None, None)] * len(tasks), routing)
         if merged:
+            assert tasks is not None  # `merged` is called with them
             with model.disable_adapter():
                 named = {} if self.kind == GENERATOR and not self.own else {"task": tasks}
                 output = readout.call(model, batch, **named)
@@ -193,23 +206,23 @@ class Predictor:
             return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
         answers = readout.answers(output, tasks)
         if self.kind == GENERATOR:
-            return [(answer, None) for answer in answers]
-        return [(self.classes[task][answer], None) for answer, task in zip(answers, tasks, strict=True)]
+            return [(str(answer), None) for answer in answers]
+        return [(self.classes[task][int(answer)], None) for answer, task in zip(answers, tasks, strict=True)]
 
     def _answers(
         self, tasks: Sequence[str], read: Sequence[tuple[str | None, float | None]], routing: Routing | None
     ) -> list[Answer]:
-        near = [(None, None)] * len(tasks)
-        far = [None] * len(tasks)
-        if routing is not None and routing.residuals is not None:  # None where the task is given
-            near = [
-                tuple(dict(zip(self.model.tasks, row.tolist(), strict=True)) for row in rows)
-                for rows in zip(routing.residuals, routing.probabilities, strict=True)
-            ]
-        if routing is not None and routing.abstained is not None:
-            far = routing.abstained.tolist()
-        rows = zip(tasks, read, near, far, strict=True)
-        return [Answer(task, answer, score, *distances, far) for task, (answer, score), distances, far in rows]
+        def by_task(table: Tensor | None) -> Sequence[dict[str, float] | None]:
+            if table is None:  # where the task is given
+                return [None] * len(tasks)
+            return [dict(zip(self.model.tasks, row, strict=True)) for row in table.tolist()]
+
+        residuals = by_task(None if routing is None else routing.residuals)
+        probabilities = by_task(None if routing is None else routing.probabilities)
+        abstained = None if routing is None else routing.abstained
+        far = [None] * len(tasks) if abstained is None else abstained.tolist()
+        rows = zip(tasks, read, residuals, probabilities, far, strict=True)
+        return [Answer(task, answer, score, near, likely, away) for task, (answer, score), near, likely, away in rows]
 
     def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Make a batch of raw inputs on the model's device."""
@@ -250,11 +263,12 @@ def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str 
 
     Texts are truncated to `max_length` tokens; default: as when the model was signed, else the tokenizer's limit.
     """
-    if model.side_folder is None:
+    folder = None if model.side_folder is None else model.tokenizer_folder(task)
+    if folder is None:
         raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
     length = (model.recipe or RecipeRecord()).references().get("max_length") if max_length is None else max_length
-    tokens = model.retex_config.vocabulary.get(task, {}).get("size")
-    return load_preprocessor(model.tokenizer_folder(task), model.model, max_length=length, tokens=tokens)
+    tokens = None if task is None else model.retex_config.vocabulary.get(task, {}).get("size")
+    return load_preprocessor(folder, model.model, max_length=length, tokens=tokens)
 
 
 def answer_kind(model: RetexModel, has_classes: bool) -> str:
@@ -263,5 +277,5 @@ def answer_kind(model: RetexModel, has_classes: bool) -> str:
         return CLASSIFIER
     if library_of(model.model).is_dual_encoder(model.model):
         return ZERO_SHOT if has_classes else FEATURES
-    generates = library_of(model.model) is hf_transformers and model.model.can_generate()
+    generates = isinstance(model.model, PreTrainedModel) and model.model.can_generate()
     return GENERATOR if generates else FEATURES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..artifact.preprocess import Preprocessor, load_preprocessor
 from ..artifact.recipe import use_threads
 from ..data.datasets import load_inputs
+from ..data.task_data import Inputs
 from ..errors import ConfigError, InputError, TaskError
 from ..model.retex_model import RetexModel
 from ..utils.devices import as_model_takes
@@ -38,13 +39,15 @@ class References:
     max_length: int | None = None
     seed: int = 0
 
-    def load(self) -> dict[str, Sequence[Any]]:
+    def load(self) -> dict[str, Inputs]:
         """Load all inputs of every task."""
-        options = {"split": self.split, "input_column": self.input_column}
-        return {task: load_inputs(task, source, **options) for task, source in self.data.items()}
+        return {
+            task: load_inputs(task, source, split=self.split, input_column=self.input_column)
+            for task, source in self.data.items()
+        }
 
     def batches(
-        self, model: RetexModel, inputs: Mapping[str, Sequence[Any]] | None = None
+        self, model: RetexModel, inputs: Mapping[str, Inputs] | None = None
     ) -> dict[str, list[dict[str, Tensor]]]:
         """Draw reference batches of every task on the model's device, of as many inputs as its configuration says."""
         preprocessor = self.preprocessor(model.side_folder, model.model)
@@ -58,7 +61,7 @@ class References:
         return load_preprocessor(side_folder, model, max_length=self.max_length)
 
     def draw(
-        self, inputs: Mapping[str, Sequence[Any]], count: int, preprocessor: Preprocessor
+        self, inputs: Mapping[str, Inputs], count: int, preprocessor: Preprocessor
     ) -> dict[str, list[dict[str, Tensor]]]:
         """Draw batches of `count` inputs of every task, or of all where there are fewer."""
         batches = {}
@@ -83,7 +86,7 @@ def sign(
     model: RetexModel,
     references: References,
     *,
-    inputs: Mapping[str, Sequence[Any]] | None = None,
+    inputs: Mapping[str, Inputs] | None = None,
     progress: bool = True,
 ) -> dict[str, float]:
     """Fit the signatures of a model on data, and record the data in its recipe.
@@ -101,10 +104,10 @@ def sign(
     if unknown:
         raise TaskError(f"There is no task {unknown[0]!r}; the tasks are {model.tasks}.")
     recipe = model.recipe
-    batches: Any = references.batches(model, inputs)
-    if model.retex_config.signatures == "weights":
-        batches = [batch for task in model.tasks for batch in batches.get(task, [])]
+    batches = references.batches(model, inputs)
+    pooled = model.retex_config.signatures == "weights"
+    pool = [batch for task in model.tasks for batch in batches.get(task, [])]
     with use_threads(None if recipe is None else recipe.threads):
-        accuracies = model.fit_signatures(batches, progress=progress)
+        accuracies = model.fit_signatures(pool if pooled else batches, progress=progress)
     model.recipe = None if recipe is None else recipe.signed_with(references.to_dict())
     return accuracies

@@ -609,6 +609,16 @@ def test_figures_are_drawn_on_demand_and_then_kept_up_to_date(model, tmp_path):
     assert (tmp_path / "copy" / "figures" / "storage.png").read_bytes() == b"analysed"
 
 
+def test_parameters_of_unknown_error_are_left_out_of_the_figure(model, tmp_path):
+    for number, known in enumerate((1, 0)):
+        folder = tmp_path / str(number)
+        names = list(model.recovery_errors)
+        model.recovery_errors = {name: 0.5 if place < known else None for place, name in enumerate(names)}
+        model.save_pretrained(folder)
+        RetexModel.from_pretrained(folder).create_or_update_model_card(folder)
+        assert (folder / "figures" / "errors.png").is_file() == (known > 0)
+
+
 def test_a_build_into_a_folder_writes_the_card(tmp_path):
     base = tf.BertModel(tf.BertConfig(**TEXT)).eval()
     base.save_pretrained(tmp_path / "base")

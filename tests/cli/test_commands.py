@@ -67,6 +67,15 @@ def test_the_stored_recipe_gives_the_same_files(built, tmp_path, capsys):
     assert "not bit for bit" not in capsys.readouterr().out
 
 
+def test_a_build_says_the_mean_of_the_errors_that_are_known(built, tmp_path, monkeypatch, capsys):
+    model = RetexModel.from_pretrained(built)
+    first, second, *others = model.recovery_errors
+    model.recovery_errors = {first: 0.25, second: 0.5, **dict.fromkeys(others)}
+    monkeypatch.setattr("retex_hf.cli.build.make", lambda *args, **options: model)
+    assert main(["build", str(built), "--output-dir", str(tmp_path / "again")]) == 0
+    assert "mean recovery error 0.375" in capsys.readouterr().out
+
+
 def test_the_stored_recipe_of_a_changed_artifact_gives_the_same_files(folders, built, tmp_path):
     middle = [str(folders / "experts" / "middle"), "--data", str(folders / "data" / "middle")]
     three = tmp_path / "three"

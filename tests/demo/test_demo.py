@@ -368,6 +368,13 @@ def test_measured_figures_are_shown_or_said_to_be_missing(classifier, monkeypatc
         html = figures_html(classifier.model)
         assert Seen(html).tags.count("figure") == drawn
         assert ("What the artifact holds of it cannot be drawn." in html) == (drawn == 2)
+    first = next(iter(classifier.model.recovery_errors))
+    for unknown, drawn in (({first: None}, 2), (dict.fromkeys(classifier.model.recovery_errors), 1)):
+        monkeypatch.setattr(classifier.model, "evaluation", None)
+        monkeypatch.setattr(classifier.model, "recovery_errors", {**classifier.model.recovery_errors, **unknown})
+        html = figures_html(classifier.model)
+        assert Seen(html).tags.count("figure") == drawn
+        assert "cannot be drawn" not in html
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers as tf
 from families import FAMILIES, TEXT, VISION, images
-from helpers import TASKS, build_retex
+from helpers import TASKS, build_retex, make_experts
 from materials_of_pipelines import LABELS, TEXTS, make_tokenizer, references, text_classifier, with_heads
 from PIL import Image
 from transformers import pipeline
 from transformers.pipelines import base as transformers_base
 
-from retex_hf import InputError, RetexModel, TaskError
+from retex_hf import InputError, RetexConfig, RetexModel, TaskError
 from retex_hf.model.pipelines import ROUTED, PipelineChoice, register_pipelines, unregister_pipelines
 
 
@@ -305,14 +305,17 @@ def test_masks_and_features():
         assert_answers(feature, pipeline("feature-extraction", model=experts[task], tokenizer=tokenizer)(text))
 
 
+SOUND = {
+    **{name: TEXT[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")},
+    "max_length": 32,
+    "num_mel_bins": 16,
+}
+
+
 def test_sounds():
-    config = {
-        name: TEXT[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    }
-    config |= {"max_length": 32, "num_mel_bins": 16}
     model, experts = with_heads(
-        lambda: tf.ASTModel(tf.ASTConfig(**config)),
-        lambda **names: tf.ASTForAudioClassification(tf.ASTConfig(**config, **names)),
+        lambda: tf.ASTModel(tf.ASTConfig(**SOUND)),
+        lambda **names: tf.ASTForAudioClassification(tf.ASTConfig(**SOUND, **names)),
     )
     extractor = tf.ASTFeatureExtractor(num_mel_bins=16, max_length=32)
 
@@ -332,6 +335,28 @@ def test_sounds():
         for sound, task, answer in zip(sounds, tasks, pipe(sounds, batch_size=4, **options), strict=True):
             stock = pipeline("audio-classification", model=experts[task], feature_extractor=extractor)
             assert_answers(answer, stock(sound, **options), task)
+
+
+def test_sounds_of_tasks_that_share_their_labels():
+    base = tf.ASTForAudioClassification(tf.ASTConfig(**SOUND, num_labels=3)).eval()
+    experts = make_experts(base)
+    model = RetexModel.from_experts(base, experts, RetexConfig(rank="full", heads=[]), progress=False)
+    assert not model.retex_config.labels
+    model.set_adapter("red")
+    extractor = tf.ASTFeatureExtractor(num_mel_bins=16, max_length=32)
+    pipe, stock = (
+        pipeline("audio-classification", model=own, feature_extractor=extractor) for own in (model, experts["red"])
+    )
+    sound = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    for options in ({"top_k": 2}, {"top_k": 9}, {}):
+        assert_answers(pipe(sound, **options), stock(sound, **options), "red")
+    with model.disable_adapter():
+        assert len(pipe(sound)) == 3
+    outputs = pipe.forward(pipe.preprocess(sound))
+    model.set_adapter(None)
+    model.delete_task("red")
+    with pytest.raises(TaskError, match="Task 'red' was deleted before its answer could be read"):
+        pipe.postprocess(outputs)
 
 
 def test_image_features():

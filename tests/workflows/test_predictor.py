@@ -146,6 +146,9 @@ def test_open_clip_answers_with_the_nearest_class():
     with pytest.raises(InputError, match="classes of task 'blue'"):
         Predictor(model, preprocessor, classes={"red": ["a"], "green": ["b"]})
     assert Predictor(model, preprocessor).predict(images, "red")[0].answer is None  # nothing names its classes
+    preprocessor.encode_texts = None
+    with pytest.raises(InputError, match="makes no batches of texts"):
+        Predictor(model, preprocessor, classes=CLASSES)
 
 
 @torch.no_grad()

@@ -237,12 +237,13 @@ def _draw_figures(
     source = parts.side_folder
     if source is not None and not (source / CONFIG_NAME).is_file():
         source = None  # not of an artifact
+    errors = {name: error for name, error in parts.errors.items() if error is not None}
     for path, name in FIGURES.items():
         if name in DRAWN:
             wanted = everything or (previous / path).is_file()
-            if wanted and (parts.errors if name == "errors" else results):
+            if wanted and (errors if name == "errors" else results):
                 if can_draw():
-                    drawing.draw(name, parts.errors, results, folder / path)
+                    drawing.draw(name, errors, results, folder / path)
                 else:
                     outdated.add(name)
         elif source is not None and (source / path).is_file() and not _is_there(path, folder, previous):

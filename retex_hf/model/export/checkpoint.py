@@ -28,6 +28,6 @@ def export_checkpoint(
     expert = model.merge_and_unload(task)
     with replacing(folder) as new:
         library_of(expert).save(expert, new, max_shard_size)
-        folder = model.tokenizer_folder(task)
-        if folder is not None:
-            copy_side_files(folder, new)
+        tokenizer = model.tokenizer_folder(task)
+        if tokenizer is not None:
+            copy_side_files(tokenizer, new)

@@ -230,4 +230,4 @@ def _write(tensors: dict[str, Tensor], config: LoraConfig, folder: Path) -> None
     with replacing(folder, OWN_FILES) as new:
         plain = {PREFIX + name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(plain, new / f"{ADAPTER_STEM}.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(new)
+        config.save_pretrained(str(new))

@@ -69,6 +69,7 @@ class Offsets:
             generator.factor("shared"),
             generator.factor("inner"),
         )
+        assert shared is not None  # only matrices have stored factors, and all of them share one
         if generator.layout.order == GENERATED_FIRST:
             return generated.cpu(), (shared if inner is None else inner @ shared).cpu()
         return (shared if inner is None else shared @ inner).cpu(), generated.cpu()
@@ -82,7 +83,7 @@ class Offsets:
 
     def biases(self, plan: Plan) -> set[str]:
         names = {f"{module}.bias" for module in plan.lora} if plan.with_bias else set()
-        return {name for name in names if self.leaders.get(name) in self.recovery}
+        return {name for name in names if name in self.leaders and self.leaders[name] in self.recovery}
 
     def relative_size(self, name: str) -> float:
         merged = self.merged[name].cpu().float()
@@ -143,8 +144,9 @@ def lora_tensors(offsets: Offsets, plan: Plan, uniform: bool) -> tuple[dict[str,
             tensors[f"{name}.lora_embedding_A"], tensors[f"{name}.lora_embedding_B"] = left.T, right.T
             continue
         a, b = (left.T, right.T) if isinstance(module, Conv1D) else (right, left)
-        if module.weight.ndim > 2:  # a convolution, followed by one of width 1
-            a, b = a.unflatten(1, module.weight.shape[1:]), b.reshape(*b.shape, *[1] * (module.weight.ndim - 2))
+        shape = offsets.merged[f"{name}.weight"].shape
+        if len(shape) > 2:  # a convolution, followed by one of width 1
+            a, b = a.unflatten(1, shape[1:]), b.reshape(*b.shape, *[1] * (len(shape) - 2))
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
         if plan.with_bias:
             bias = f"{name}.bias"
