@@ -89,7 +89,7 @@ def draw(model: RetexModel, recipe: Recipe) -> None:
     save_figures(
         recipe.output_dir,
         records=model.training_history,
-        errors=model.recovery_errors,
+        errors={name: error for name, error in model.recovery_errors.items() if error is not None},
         energy_ratios=analysis and analysis.energy_ratios,
         storage=analysis and analysis.storage_curve(),
     )

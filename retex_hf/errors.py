@@ -47,7 +47,7 @@ class EvaluationError(RetexError, ValueError):
     """Data, or the answers of a method, cannot be used for an evaluation."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's exception, to quote in an error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 

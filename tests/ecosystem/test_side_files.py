@@ -18,7 +18,7 @@ from helpers import make_experts
 from materials_of_pipelines import make_tokenizer
 
 from retex_hf import RetexConfig, RetexModel
-from retex_hf.checkpoints.locate import SIDE_FILES
+from retex_hf.checkpoints.locate import DOWNLOADED
 from retex_hf.checkpoints.tokenizer_files import is_other_tokenizer, side_files, tokenizer_difference
 
 MERGES = {"vocab": {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4, "Ġab": 5}, "merges": [("a", "b"), ("Ġ", "ab")]}
@@ -132,7 +132,7 @@ def test_files_of_earlier_versions_and_of_slow_tokenizers(tmp_path):
     for name in names | foreign:
         (tmp_path / name).touch()
     assert {file.name for file in side_files(tmp_path)} == names
-    assert all(any(Path(name).match(pattern) for pattern in SIDE_FILES) for name in names)
+    assert all(any(Path(name).match(pattern) for pattern in DOWNLOADED) for name in names)
 
 
 def test_the_folder_of_a_model_in_memory(tmp_path):

@@ -21,8 +21,8 @@ from trust.subjects import SIZES, batch, bert, make_artifact, make_tokenizer, mi
 
 from retex_hf import ArtifactError, RetexConfig, RetexModel, verify
 from retex_hf.artifact import reading
-from retex_hf.checkpoints.locate import CODE, SIDE_FILES
-from retex_hf.checkpoints.tokenizer_files import SIDE_FILES as KEPT
+from retex_hf.checkpoints.locate import CODE, DOWNLOADED
+from retex_hf.checkpoints.tokenizer_files import SIDE_FILES
 from retex_hf.errors import CheckpointError, WriteError
 from retex_hf.utils.atomic_folder import replacing
 
@@ -240,11 +240,11 @@ def test_a_strange_tokenizer_of_an_expert_does_not_stop_a_build(text, tmp_path, 
     assert "tokenizer of expert 'red' is not that of the base: their tokens cannot be compared" in caplog.text
 
 
-@pytest.mark.parametrize("pattern", KEPT)
+@pytest.mark.parametrize("pattern", SIDE_FILES)
 def test_what_is_kept_beside_a_model_is_also_fetched(pattern):
     """Else an artifact would come from the Hub without files that it records."""
     name = pattern.replace("*", "x")
-    assert any(fnmatchcase(name, fetched) for fetched in SIDE_FILES)
+    assert any(fnmatchcase(name, fetched) for fetched in DOWNLOADED)
     assert not name.endswith(CODE)
 
 
