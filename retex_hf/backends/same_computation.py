@@ -57,7 +57,7 @@ def check_alike(
         raise CheckpointError(f"{source.label}: {difference} as in {experts}: experts must compute alike.")
     notes = [said for said, refused in _attribute_differences(other, model) if not refused]
     if notes:
-        more = f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""
+        more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         logger.warning("%s: %s as in %s%s: all experts get the latter.", source.label, notes[0], experts, more)
 
 

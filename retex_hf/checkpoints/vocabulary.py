@@ -96,7 +96,7 @@ def _moved(base_folder: Path | None, folder: Path | None) -> str | None:
 
 
 def _said(moved: list[str]) -> str:
-    return f"{len(moved)} of its tokens have other numbers than the base's, such as {moved[0]!r}"
+    return f"{len(moved)} of its tokens have other ids than in the base, such as {moved[0]!r}"
 
 
 def _against(
@@ -112,7 +112,7 @@ def _against(
     ours, theirs = ours[chosen].double().flatten(1), theirs[chosen].double().flatten(1)
     alike = (nn.functional.cosine_similarity(ours, theirs) >= RELATED_COSINE) | (ours == theirs).all(1)
     share = alike.double().mean().item()
-    return None if share >= RELATED_SHARE else f"only {share:.0%} of its rows are alike the base's rows of that number"
+    return None if share >= RELATED_SHARE else f"only {share:.0%} of its rows resemble the base's rows of the same id"
 
 
 def _warn(task: str, reason: str, names: list[str], experts: Mapping[str, Checkpoint]) -> None:

@@ -83,12 +83,12 @@ class Comparison:
     def _individual_rows(self, name: str) -> Rows:
         runs = self.methods[name]
         if "known" not in runs[0].scores:
-            raise EvaluationError(f"The individual method {name!r} was not asked with the task known.")
+            raise EvaluationError(f"The individual method {name!r} was not evaluated with the task known.")
         rows = _mean_rows(runs, "known", "correct")
         for task, right in rows.items():
             if not right.any():
                 raise EvaluationError(
-                    f"The individual expert of task {task!r} has no row right, so nothing can be normalised by it."
+                    f"The individual expert of task {task!r} answers no row correctly, so it cannot normalise others."
                 )
         return rows
 
@@ -162,7 +162,7 @@ def _by_method(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]
         for mode, scores in run.scores.items():
             if {task: len(score.correct) for task, score in scores.items()} != rows:
                 raise EvaluationError(
-                    f"{run.method!r} in mode {mode!r} and {evaluations[0].method!r} were not asked the same rows."
+                    f"{run.method!r} in mode {mode!r} and {evaluations[0].method!r} were not given the same rows."
                 )
     return methods
 

@@ -99,7 +99,7 @@ class RoutedPipeline(Pipeline):
             if recorder.routing.abstained is not None:
                 outputs[FAR_KEY] = recorder.routing.abstained.tolist()
         elif self.model.retex_config.labels:
-            raise TaskError("Without recovery nothing says which head to use: leave disable_adapter() for a pipeline.")
+            raise TaskError("Without recovery the head to use is not known: leave disable_adapter() for a pipeline.")
         return outputs
 
     def postprocess(self, model_outputs: Any, **params: Any) -> Any:
@@ -249,8 +249,8 @@ def _refuse_merged_by_name(model: Any) -> None:
         return
     if found:
         raise InputError(
-            f"{name} is a ReTeX artifact, of which transformers has loaded the merged model alone: give "
-            "pipeline(model=RetexModel.from_pretrained(...)), or, if it is meant, its get_base_model()."
+            f"{name} is a ReTeX artifact, from which transformers has loaded only the merged model: give "
+            "pipeline(model=RetexModel.from_pretrained(...)), or, to run the merged model, its get_base_model()."
         )
 
 

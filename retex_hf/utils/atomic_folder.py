@@ -72,7 +72,7 @@ def check_target(folder: str | Path) -> Path:
     if state is not None and not stat.S_ISDIR(state.st_mode):
         raise ArtifactError(f"{path} is {kind_of(state)}; expected a folder to save into.")
     if is_unfinished(path):
-        raise ArtifactError(f"{path} has a name of folders that are being written: expected another name.")
+        raise ArtifactError(f"{path} has the name of a staging folder: expected another name.")
     heal(path)
     return path
 
@@ -81,7 +81,7 @@ def check_movable(folder: str | Path) -> Path:
     """Do as `check_target`, and refuse a folder that cannot be replaced as a whole."""
     path = check_target(folder)
     if path.is_mount():
-        raise ArtifactError(f"{path} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
+        raise ArtifactError(f"{path} is a mount point and cannot be replaced: expected a folder inside.")
     _check_writable(path)
     return path
 
@@ -275,7 +275,7 @@ def _keep_files(old: OpenFolder, new: OpenFolder, leave: tuple[str, ...] = ()) -
             link(old.held / name, new.held / name)
         else:
             file = named(old.held / name)
-            raise ArtifactError(f"{file} is {kind_of(state)}, which is no part of a saved folder: remove it.")
+            raise ArtifactError(f"{file} is {kind_of(state)}, which is not part of a saved folder: remove it.")
 
 
 def link(file: Path, copy: Path) -> None:
@@ -290,7 +290,7 @@ def link(file: Path, copy: Path) -> None:
         if error.filename != os.fspath(file):
             raise
         raise WriteError(
-            f"{named(file)} may not be read, so it cannot be kept: remove it, or let it be read."
+            f"{named(file)} is not readable, so it cannot be kept: remove it, or make it readable."
         ) from None
 
 

@@ -64,7 +64,7 @@ def test_flags_reach_the_build(built):
 def test_the_stored_recipe_gives_the_same_files(built, tmp_path, capsys):
     assert main(["build", str(built), "--output-dir", str(tmp_path / "again")]) == 0
     assert files(tmp_path / "again") == files(built)
-    assert "not bit for bit" not in capsys.readouterr().out
+    assert "not reproduced bit for bit" not in capsys.readouterr().out
 
 
 def test_the_stored_recipe_of_a_changed_artifact_gives_the_same_files(folders, built, tmp_path):

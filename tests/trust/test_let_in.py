@@ -454,7 +454,7 @@ def test_a_prompt_asks_for_columns_only(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rank_pattern": {"(?=a)b": 2}}, "'(?=a)b', which has a group that is more than a group: expected names"),
+        ({"rank_pattern": {"(?=a)b": 2}}, "'(?=a)b', which has a group that is not a plain one: expected names"),
         ({"rank_pattern": {"(.*.*.*.*.*x": 2}}, "expected names"),
         ({"alpha_pattern": {"(": 2}}, "expected names"),
         ({"rank_pattern": {"a": "x"}}, "the value 'x', expected a whole number above 0"),

@@ -177,7 +177,7 @@ def test_a_target_that_is_a_link_is_refused(tmp_path, precious):
 
 @pytest.mark.parametrize("name", [".x.saving", ".x.building", f".x.{PREPARED}.saving", ".x.saving/inner"])
 def test_names_of_unfinished_folders_are_refused_when_saving(name, artifact, tmp_path):
-    with pytest.raises(ArtifactError, match="has a name of folders that are being written"):
+    with pytest.raises(ArtifactError, match="has the name of a staging folder"):
         RetexModel.from_pretrained(artifact).save_pretrained(tmp_path / name)
     assert not any(path.name == "retex_config.json" for path in tmp_path.rglob("*"))
 
@@ -436,7 +436,7 @@ def test_sockets_and_devices_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(old)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("socket")
-    with pytest.raises(ArtifactError, match=r"old/socket is a socket, which is no part of a saved folder: remove it"):
+    with pytest.raises(ArtifactError, match=r"old/socket is a socket, which is not part of a saved folder: remove it"):
         keep_files(old, new)
     (old / "socket").unlink()
     if os.geteuid() == 0:
