@@ -138,11 +138,11 @@ def push(
             if isinstance(error, BadRequestError) or CARD_NAME not in str(error):
                 raise
             # The Hub's explanation follows on further lines.
-            said = without_secrets(" ".join(str(error).split()), token)
-            raise HubError(f"Cannot push to {repo_id!r}: {said}") from None
+            message = without_secrets(" ".join(str(error).split()), token)
+            raise HubError(f"Cannot push to {repo_id!r}: {message}") from None
         except (RuntimeError, PermissionError) as error:  # raised when the transfer of large files fails
-            said = without_secrets(first_line(error), token)
-            raise HubError(f"Cannot push to {repo_id!r}: the upload was interrupted: {said}") from None
+            message = without_secrets(first_line(error), token)
+            raise HubError(f"Cannot push to {repo_id!r}: the upload was interrupted: {message}") from None
 
 
 def _is_own(path: str) -> bool:

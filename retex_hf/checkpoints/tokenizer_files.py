@@ -205,8 +205,8 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
     gone = sorted(ours.keys() - theirs.keys(), key=ours.__getitem__)
     moved = [token for token, number in theirs.items() if ours.get(token, number) != number]
     kinds = {"it has {} token(s) more ({})": new, "it lacks {} ({})": gone, "{} have another id ({})": moved}
-    said = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
-    return ", ".join(said) or None
+    parts = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
+    return ", ".join(parts) or None
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

@@ -64,10 +64,10 @@ def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup
         '<div class="rx-left">{}</div>'
         '<div class="rx-right"><p class="rx-chosen">{} <strong data-task="{}">{}</strong></p>{}</div>'
         "</article>"
-    ).format(number, Markup("").join(body), _way(answer), answer.task, answer.task, bars_html(answer))
+    ).format(number, Markup("").join(body), _routing_label(answer), answer.task, answer.task, bars_html(answer))
 
 
-def _way(answer: Answer) -> str:
+def _routing_label(answer: Answer) -> str:
     """Return how an input came to its task."""
     if answer.far:
         return "Out of distribution; the nearest task is"

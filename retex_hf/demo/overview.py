@@ -140,10 +140,10 @@ def _evaluation_tables(summary: Mapping[str, Any]) -> Markup:
             continue
         tables.append(Markup("<h3>{}</h3>").format(f"Accuracy, {title} (%)"))
         tables.append(_figures_table(found, "accuracy", list(summary["tasks"])))
-        said = {name: of for name, of in found.items() if "identification" in of}
-        if said:
+        identifying = {name: of for name, of in found.items() if "identification" in of}
+        if identifying:
             tables.append(Markup("<h3>{}</h3>").format("Inputs identified correctly (%)"))
-            tables.append(_figures_table(said, "identification", list(summary["tasks"])))
+            tables.append(_figures_table(identifying, "identification", list(summary["tasks"])))
     return Markup("").join(tables)
 
 

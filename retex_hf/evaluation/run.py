@@ -282,8 +282,8 @@ def _by_task(rows: Tensor, tasks: Sequence[TaskData], mode: str) -> dict[str, Ta
                 f"The processes returned {len(mine)} rows of task {task.name!r}, which has {len(task)}; every row must "
                 "come back once."
             )
-        said = mode == "unknown" and bool((mine[:, 3] != NOT_SAID).all())
-        identified = (mine[:, 3] == 1).numpy() if said else None
+        has_tasks = mode == "unknown" and bool((mine[:, 3] != NOT_SAID).all())
+        identified = (mine[:, 3] == 1).numpy() if has_tasks else None
         scores[task.name] = TaskScore((mine[:, 2] == 1).numpy(), identified)
     return scores
 

@@ -109,10 +109,10 @@ def without_shared_memory(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @torch.compiler.disable(reason=NOT_COMPILED)
 def _uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    _say_once()
+    _warn_once()
     return function(*args, **kwargs)
 
 
 @cache
-def _say_once() -> None:
+def _warn_once() -> None:
     logger.warning(NOT_COMPILED)

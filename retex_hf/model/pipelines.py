@@ -110,16 +110,16 @@ class RoutedPipeline(Pipeline):
         config = self.model.retex_config
         if task not in config.tasks:
             raise TaskError(f"Task {task!r} was deleted before its answer could be read: give the input again.")
-        labels, said = config.labels.get(task), {"task": task, **self._far_of(parts)}
+        labels, fields = config.labels.get(task), {"task": task, **self._abstained_of(parts)}
         if labels is None:
-            return _saying(super().postprocess(model_outputs, **params), said)
+            return _add_to(super().postprocess(model_outputs, **params), fields)
         parts = [_without_padding(part, len(labels["id2label"])) for part in parts]
         outputs = parts if isinstance(model_outputs, list) else parts[0]
         described = SimpleNamespace(config=self.model.config)
         library_of(self.model.get_base_model()).set_labels(described, labels)
-        return _saying(self._in_place_of_model(described).postprocess(outputs, **params), said)
+        return _add_to(self._in_place_of_model(described).postprocess(outputs, **params), fields)
 
-    def _far_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
+    def _abstained_of(self, parts: list[Mapping[str, Any]]) -> dict[str, bool]:
         """Return whether any part of an input is out-of-distribution; empty if the routing does not abstain."""
         found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
         return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
@@ -141,11 +141,11 @@ def _without_padding(outputs: Mapping[str, Any], width: int) -> Any:
     return type(outputs)({**outputs, "logits": outputs["logits"][..., :width]})
 
 
-def _saying(answer: Any, said: Mapping[str, Any]) -> Any:
+def _add_to(answer: Any, fields: Mapping[str, Any]) -> Any:
     """Add the task, and whether the input is out-of-distribution, to an answer; leave numeric answers unchanged."""
     if isinstance(answer, list):
-        return [_saying(part, said) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
-    return {**said, **answer} if isinstance(answer, dict) else answer
+        return [_add_to(part, fields) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
+    return {**fields, **answer} if isinstance(answer, dict) else answer
 
 
 class RetexTextClassificationPipeline(RoutedPipeline, TextClassificationPipeline):

@@ -268,6 +268,6 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 def _reason(problem: Exception) -> str:
     """Return PyYAML's complaint and its line number in one line; its own messages have several."""
-    mark, said = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
-    reason = (said or first_line(problem)).rstrip(".")
+    mark, problem_text = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
+    reason = (problem_text or first_line(problem)).rstrip(".")
     return reason if mark is None else f"{reason} (line {mark.line + 1})"

@@ -116,7 +116,7 @@ def test_layers_that_differ_are_refused(folders):
         ("1_Pooling/config.json", lambda v: v.update(pooling_mode="/etc/passwd"), "expected a plain word"),
     ],
 )
-def test_what_a_strangers_modules_ask_for_is_refused(folders, file: str, change, said: str):
+def test_what_untrusted_modules_ask_for_is_refused(folders, file: str, change, said: str):
     path = folders["a"] / file
     values = json.loads(path.read_text())
     change(values)

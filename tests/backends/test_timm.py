@@ -119,7 +119,7 @@ def test_experts_of_another_architecture_are_refused(experts):
         ({"num_classes": 10**9}, "leave room for"),
     ],
 )
-def test_a_strangers_configuration_is_vetted(change, said, folders, tmp_path: Path):
+def test_an_untrusted_configuration_is_vetted(change, said, folders, tmp_path: Path):
     values = json.loads((folders["base"] / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "model.safetensors").write_bytes((folders["base"] / "model.safetensors").read_bytes())

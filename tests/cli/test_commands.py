@@ -259,7 +259,7 @@ def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys
 
 
 @pytest.mark.parametrize("named", ["org/private-data", "{home}/.ssh/id_ed25519", "/etc/passwd"])
-def test_what_a_strangers_recipe_names_is_neither_fetched_nor_read(
+def test_what_an_untrusted_recipe_names_is_neither_fetched_nor_read(
     named, folders, built, tmp_path, capsys, monkeypatch
 ):
     """Without the caller's word no command asks the Hub, or opens a file, because an artifact says so."""

@@ -468,7 +468,7 @@ def test_folders_that_are_nested_too_deeply_are_refused(tmp_path, monkeypatch, c
         with pytest.raises(ArtifactError, match="nested too deeply"):
             keep_files(old, new)
         with OpenFolder.open(tmp_path) as parent:
-            atomic_folder._remove_or_say(parent, "old")
+            atomic_folder._remove_or_warn(parent, "old")
         assert "old is left over, and could not be removed" in caplog.text
     finally:
         subprocess.run(["rm", "-r", old, new], check=True)
@@ -570,13 +570,13 @@ def test_a_recipe_replaces_its_folder_once(solver, tmp_path, monkeypatch):
     place = Place(tmp_path / "mine", tmp_path / "shared", tmp_path)
     shutil.copytree(place.shared / "previous", place.target)
     before, replaced = content_of_weights(place.target), []
-    change_places = atomic_folder._change_places
+    exchange = atomic_folder._exchange
 
     def noting(*arguments: object) -> None:
         replaced.append(content_of_weights(place.target))
-        change_places(*arguments)
+        exchange(*arguments)
 
-    monkeypatch.setattr(atomic_folder, "_change_places", noting)
+    monkeypatch.setattr(atomic_folder, "_exchange", noting)
     if solver == "adam":
         training = {"solver": "adam", "training": {"steps": 2, "warmup_steps": 0}}
         monkeypatch.setattr(killed, "Recipe", lambda **values: Recipe(**values, **training))

@@ -1,4 +1,4 @@
-"""JSON and YAML of strangers: what has two meanings, no end, or too much of it is refused with one sentence."""
+"""Untrusted JSON and YAML: what has two meanings, no end, or too much of it is refused with one sentence."""
 
 from __future__ import annotations
 

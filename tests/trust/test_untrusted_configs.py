@@ -1,4 +1,4 @@
-"""Configurations of strangers reach a library without what it would resolve as code, a file, or a repository."""
+"""Untrusted configurations reach a library without what it would resolve as code, a file, or a repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of strangers open no file, and give bounded texts of tokens that the model knows."""
+"""Untrusted tokenizers open no file, and give bounded texts of tokens that the model knows."""
 
 from __future__ import annotations
 
