@@ -337,7 +337,7 @@ def first_tensor(output: Any) -> Tensor:
     found = next(_numbers(output), None)
     if found is None:
         raise RetexError(
-            f"The model gives a {type(output).__name__} without floating-point tensors to compare outputs by."
+            f"The model gives a {type(output).__name__} without floating-point numbers to compare outputs by."
         )
     return found[1]
 
