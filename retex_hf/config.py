@@ -194,13 +194,12 @@ class RetexConfig:
             raise ConfigError('RetexConfig.recovery="affine" and soft_training exclude each other.')
         if self.shared_trunk and (self.signatures != "inputs" or self.feature_source != "merged"):
             raise ConfigError(
-                'RetexConfig.shared_trunk needs signatures="inputs" and feature_source="merged": the trunk is what '
-                "identifies a row and what its expert goes on from."
+                'RetexConfig.shared_trunk needs signatures="inputs" and feature_source="merged": the trunk '
+                "identifies a row, and the row's expert continues from it."
             )
         if self.signatures == "weights" and routing_options(self.routing)["far"] is not None:
             raise ConfigError(
-                'RetexConfig.routing with "far" needs signatures="inputs": without reference inputs nothing says how '
-                "far from a task its own inputs are."
+                'RetexConfig.routing with "far" needs signatures="inputs": its threshold is set from reference inputs.'
             )
         if self.recovery == "affine" and self.signatures == "weights":
             raise ConfigError(

@@ -92,7 +92,7 @@ def _whole(value: object) -> str:
     try:
         return repr(value)
     except (ValueError, RecursionError):  # integers of thousands of digits, or deep nesting
-        return f"a {type(value).__name__} of great length"
+        return f"a very long {type(value).__name__}"
 
 
 def shorten(names: Iterable[object], limit: int = 3) -> str:

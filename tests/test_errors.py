@@ -52,4 +52,4 @@ def test_what_is_shown_has_an_end(make):
 
 
 def test_numbers_that_python_does_not_print():
-    assert brief([10**5000, 1]) == "[a int of great length, 1]"
+    assert brief([10**5000, 1]) == "[a very long int, 1]"

@@ -90,14 +90,14 @@ def related_at_any_scale(subject: Subject) -> None:
         base = deepcopy(subject.base)
         for parameter in base.parameters():
             parameter.data *= scale
-        expert, stranger = deepcopy(base), deepcopy(base)
-        for own, other in zip(expert.parameters(), stranger.parameters(), strict=True):
+        expert, unrelated = deepcopy(base), deepcopy(base)
+        for own, other in zip(expert.parameters(), unrelated.parameters(), strict=True):
             own.data *= 1 + 0.1 * torch.randn(own.shape)
             other.data = scale * torch.randn(other.shape)
         RetexModel.from_experts(base, {"one": expert}, RetexConfig(rank=2), progress=False)
         refused(
-            lambda base=base, stranger=stranger: RetexModel.from_experts(
-                base, {"other": stranger}, RetexConfig(rank=2), progress=False
+            lambda base=base, unrelated=unrelated: RetexModel.from_experts(
+                base, {"other": unrelated}, RetexConfig(rank=2), progress=False
             ),
             "other",
             "does not descend",

@@ -70,7 +70,7 @@ class ArtifactFiles(FolderFiles):
         tensors: dict[str, Tensor] = {}
         for file in files:
             if file.name not in self.tensors:
-                raise ArtifactError(f"{file} is none of the files that {CONFIG_NAME} lists.")
+                raise ArtifactError(f"{file} is not one of the files that {CONFIG_NAME} lists.")
             if twice := sorted(tensors.keys() & self.tensors[file.name].keys()):
                 raise ArtifactError(
                     f"{file} holds tensor {twice[0]!r}, which another file of the same weights holds too."

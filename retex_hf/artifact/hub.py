@@ -138,11 +138,11 @@ def push(
             if isinstance(error, BadRequestError) or CARD_NAME not in str(error):
                 raise
             # The Hub's explanation follows on further lines.
-            said = without_secrets(" ".join(str(error).split()), token)
-            raise HubError(f"Cannot push to {repo_id!r}: {said}") from None
+            message = without_secrets(" ".join(str(error).split()), token)
+            raise HubError(f"Cannot push to {repo_id!r}: {message}") from None
         except (RuntimeError, PermissionError) as error:  # raised when the transfer of large files fails
-            said = without_secrets(first_line(error), token)
-            raise HubError(f"Cannot push to {repo_id!r}: the upload broke off: {said}") from None
+            message = without_secrets(first_line(error), token)
+            raise HubError(f"Cannot push to {repo_id!r}: the upload was interrupted: {message}") from None
 
 
 def _is_own(path: str) -> bool:
@@ -160,7 +160,7 @@ def find_artifact(
         if not folder.is_dir():
             raise ArtifactError(f"{folder} does not exist.")
     if is_unfinished(folder.resolve()):
-        raise ArtifactError(f"{folder} is where an artifact is being written: expected the artifact itself.")
+        raise ArtifactError(f"{folder} is the staging folder of an artifact: expected the artifact itself.")
     heal(folder.absolute())
     if folder.is_file():
         raise ArtifactError(f"{folder} is a file: expected the folder of an artifact.")
@@ -170,7 +170,7 @@ def find_artifact(
         if isinstance(name_or_path, Path) or str(name_or_path).startswith(("/", ".", "~")):
             raise ArtifactError(f"{folder} does not exist.")
         repo_id = str(name_or_path)
-        with hub_errors(f"load {repo_id!r}, which is no local folder", repo_id, token):
+        with hub_errors(f"load {repo_id!r}, which is not a local folder", repo_id, token):
             folder = fetch(repo_id, token=token, subfolder=subfolder, **download_options) / (subfolder or "")
     if not (folder / CONFIG_NAME).is_file():
         raise ArtifactError(f"{name_or_path} is not a ReTeX artifact: it has no {CONFIG_NAME}.")

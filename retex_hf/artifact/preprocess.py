@@ -79,7 +79,7 @@ def load_preprocessor(
     library = library_of(model)
     if library not in (hf_transformers, openclip):
         raise InputError(
-            f"{type(model).__name__} takes tensors that its caller makes; batches are made here for models of "
+            f"{type(model).__name__} needs tensors as inputs; raw inputs are preprocessed for models of "
             "transformers and OpenCLIP only."
         )
     files = _SideFiles.read(as_path(folder), library)
@@ -97,7 +97,7 @@ def load_preprocessor(
         return Preprocessor(IMAGE, process, encode_texts=encode)
     if model.main_input_name != "input_ids":
         raise ArtifactError(
-            f"{type(model).__name__} takes {model.main_input_name!r}; batches are made here of texts and images only."
+            f"{type(model).__name__} takes {model.main_input_name!r}; only texts and images are preprocessed here."
         )
     known = tokens or len(cast(Tensor, model.get_input_embeddings().weight))
     return _text_preprocessor(files, model, max_length, known)
@@ -116,8 +116,8 @@ def _text_preprocessor(files: _SideFiles, model: PreTrainedModel, max_length: in
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(tokenizer.model_max_length, (int, float)) or tokenizer.model_max_length < 1:
         raise ArtifactError(
-            f"The tokenizer in {folder} cuts texts after {brief(tokenizer.model_max_length)} tokens: expected a number "
-            "above 0 as its model_max_length."
+            f"The tokenizer in {folder} truncates texts after {brief(tokenizer.model_max_length)} tokens: expected a "
+            "number above 0 as its model_max_length."
         )
     # A tokenizer without a limit gives a huge number.
     longest = int(min(tokenizer.model_max_length, positions or tokenizer.model_max_length))
@@ -145,10 +145,10 @@ def _check_tokens(batch: dict[str, Tensor], known: int, folder: Path) -> dict[st
     """Refuse tokens without an embedding, for which torch would only report an index out of range."""
     tokens = batch["input_ids"]
     if tokens.shape[-1] == 0:
-        raise InputError("The tokenizer makes no tokens of these texts: expected texts that are not empty.")
+        raise InputError("The tokenizer gives no tokens for these texts: expected non-empty texts.")
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < known:
         raise ArtifactError(
-            f"The tokenizer in {folder} gives the token {int(tokens.max())}, but the model knows {known}: it is the "
+            f"The tokenizer in {folder} gives the token {int(tokens.max())}, but the model has {known}: it is the "
             "tokenizer of another model."
         )
     return batch

@@ -84,7 +84,7 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
             recipe = _recipe_of(parts, files.weights(library.WEIGHTS_STEM), load_options.get("dtype"))
             return dataclasses.replace(parts, model=model, heads=heads, rows=rows, recipe=recipe)
     raise ArtifactError(
-        f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer saved."
+        f"{folder} was replaced {ATTEMPTS} times while it was read: load it when it is no longer being saved."
     )
 
 
@@ -181,7 +181,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     if stray := sorted(there.keys() - records.keys()):
         raise ArtifactError(
             f"{folder / stray[0]} would be read with the artifact, but {CONFIG_NAME} does not list it: remove it, or, "
-            f"if it is meant, record it with `retex verify {folder} --record`."
+            f"if it is intentional, record it with `retex verify {folder} --record`."
         )
     return {name: manifest.read_verified(folder, name, found) for name, found in records.items()}
 
@@ -355,7 +355,7 @@ def _read_groups(
     expected = {head_key(task, name): shape for task in listed for name, shape in _dict(listed, task, folder).items()}
     for key, shape in expected.items():
         if not isinstance(shape, list) or not all(is_count(size) for size in shape):
-            raise ArtifactError(f"{folder / CONFIG_NAME}: the {what} {key!r} is given the shape {brief(shape)}.")
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the {what} {key!r} has the invalid shape {brief(shape)}.")
     if not expected:
         return {task: {} for task in tasks}
     source = files.weights(stem)
@@ -374,7 +374,7 @@ def _read_signatures(
     tasks, layer = len(config.tasks), described.get("feature_layer")
     sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out")]
     if not isinstance(layer, str) or not (from_weights or all(is_count(size) for size in sizes)):
-        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {described!r}.")
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are not valid: {described!r}.")
     source = files.weights(SIGNATURES)
     if from_weights:
         _check_tensors(source, {"centre": (tasks,)})
@@ -426,7 +426,7 @@ def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures 
     if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
         raise ArtifactError(
             f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
-            "the signatures are of."
+            "the signatures describe."
         )
 
 

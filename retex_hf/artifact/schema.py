@@ -111,7 +111,7 @@ def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig,
             f"{FORMAT_VERSION}: build it again."
         )
     if verify and section.get("seal") != seal(values):
-        raise ArtifactError(f"{path} is not as it was saved: its own checksum does not fit. {IF_MEANT}")
+        raise ArtifactError(f"{path} is not as it was saved: its own checksum does not match. {IF_MEANT}")
     del values["artifact"]
     library = section.get("library")
     if not isinstance(library, str) or library not in LIBRARIES:
@@ -145,7 +145,7 @@ class Entry:
         except (TypeError, AttributeError, KeyError):
             valid = False
         if not valid:
-            raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is described by {brief(values)}.")
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is not valid: {brief(values)}.")
         return cls(layout, **own)
 
 

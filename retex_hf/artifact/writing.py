@@ -77,8 +77,8 @@ def check_replaceable(folder: str | Path) -> Path:
         found = sorted(file.name for pattern in (*OWN_FILES, *FOREIGN_MODELS) for file in folder.glob(pattern))
         if found:
             raise ArtifactError(
-                f"{folder} holds {found[0]}, of a model that is no ReTeX artifact and would be lost: expected a folder "
-                "of its own for the artifact."
+                f"{folder} holds {found[0]}, which belongs to another model and would be lost: expected a separate "
+                "folder for the artifact."
             )
     return folder
 

@@ -68,7 +68,7 @@ def parse_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str 
             )
         given[name] = None if is_auto else found
     if len(set(given.values())) > 1:
-        raise ConfigError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one setting.")
+        raise ConfigError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names for one setting.")
     return next(iter(given.values()), None)
 
 

@@ -77,8 +77,8 @@ def contained(path: Path, *, network: bool = False) -> Iterator[None]:
         raise _refusal(path, containment.tried[0])
 
 
-def _refusal(path: Path, deed: str) -> CheckpointError:
-    return CheckpointError(f"{path} is refused: to load it, a library would {deed}.")
+def _refusal(path: Path, action: str) -> CheckpointError:
+    return CheckpointError(f"{path} is refused: to load it, a library would {action}.")
 
 
 @cache
@@ -91,9 +91,9 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     containment = _current.get()
     if containment is None:
         return
-    deed = containment.forbidden.get(event)
+    action = containment.forbidden.get(event)
     if event == "import" and str(arguments[0]).partition(".")[0] == FOREIGN_CODE:
-        deed = "run code that comes with it"
-    if deed is not None:
-        containment.tried.append(deed)
-        raise CheckpointError(f"It would {deed}.")
+        action = "run code that comes with it"
+    if action is not None:
+        containment.tried.append(action)
+        raise CheckpointError(f"It would {action}.")

@@ -95,7 +95,7 @@ def _model_class(name: Any, path: Path) -> type[DiffusersModel]:
     found = getattr(diffusers.models, name, None) if public else None
     is_model = isinstance(found, type) and issubclass(found, ModelMixin) and hasattr(found, "from_config")
     if found is None or not is_model:
-        raise CheckpointError(f"{path} asks for {brief(name)}, which is no model class of diffusers.")
+        raise CheckpointError(f"{path} asks for {brief(name)}, which is not a model class of diffusers.")
     return found
 
 
@@ -111,7 +111,7 @@ def load(
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the model it describes. diffusers receives tensors, never file names."""
     if options:
-        raise CheckpointError(f"a diffusers model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+        raise CheckpointError(f"a diffusers model takes no {sorted(options)[0]!r}, an option of transformers.")
     model = _create(folder / CONFIG, vetted_config(folder, files))
     check_names(model, source, CONFIG)
     return fill(model, source, copy=copy, dtype=dtype).eval()

@@ -159,7 +159,7 @@ class _Description:
         except RetexError:
             raise
         except Exception as error:  # an untrusted file may make transformers raise anything
-            raise CheckpointError(f"{path} holds settings that do not go together: {first_line(error)}") from error
+            raise CheckpointError(f"{path} holds incompatible settings: {first_line(error)}") from error
 
 
 def _config_class(values: dict[str, Any], path: Path) -> type[PreTrainedConfig]:
@@ -298,7 +298,7 @@ def _model_class(name: str, asked_by: Path | str) -> type[PreTrainedModel] | Non
     cls = getattr(transformers, name, None) if name.isidentifier() and not name.islower() else None
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not name.endswith("PreTrainedModel")
     if cls is None or not is_model or cls.config_class is None:
-        raise CheckpointError(f"{asked_by} asks for {brief(name)}, which is no model class of transformers.")
+        raise CheckpointError(f"{asked_by} asks for {brief(name)}, which is not a model class of transformers.")
     return cls
 
 
@@ -323,7 +323,9 @@ def from_config(
     """Create a model of a class, without trained weights: an adapter's class may have a head that its base lacks."""
     cls = _model_class(architecture, "the adapter")
     if cls is None:
-        raise CheckpointError(f"the adapter asks for {brief(architecture)}, which is no model class of transformers.")
+        raise CheckpointError(
+            f"the adapter asks for {brief(architecture)}, which is not a model class of transformers."
+        )
     with torch.device("meta" if on_meta else "cpu"), contained(Path(config.name_or_path or "the adapter")):
         model = cls._from_config(deepcopy(config), dtype=dtype or torch.float32)
     return model.eval()
@@ -456,7 +458,7 @@ def _check_constant(model: PreTrainedModel, name: str, label: str, found: Tensor
     same = found.shape == expected.shape and torch.allclose(found.float().cpu(), expected.float(), atol=1e-2)
     if not same:
         raise CheckpointError(
-            f"{label}: {name!r} is computed by {type(model).__name__} and kept in no file, but has other numbers here."
+            f"{label}: {name!r} is computed by {type(model).__name__} and stored in no file, but differs here."
         )
 
 

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 
 
 def architecture(folder: Path) -> NoReturn:
-    raise CheckpointError(f"{folder} does not say of which class its model is.")
+    raise CheckpointError(f"{folder} does not say which class its model has.")
 
 
 def vetted_config(folder: Path, files: FolderFiles | None = None) -> NoReturn:
@@ -22,7 +22,7 @@ def vetted_config(folder: Path, files: FolderFiles | None = None) -> NoReturn:
 
 
 def load_on_meta(folder: Path, source: Source) -> NoReturn:
-    raise CheckpointError(f"{folder} does not say of which class its model is, so it cannot be made.")
+    raise CheckpointError(f"{folder} does not say which class its model has, so it cannot be made.")
 
 
 def describe(
@@ -48,4 +48,4 @@ def own_token_ids(model: nn.Module, source: Source, size: int) -> NoReturn:
 
 
 def _no_vocabulary(model: nn.Module) -> CheckpointError:
-    return CheckpointError(f"A {type(model).__name__} cannot have tokens of single tasks.")
+    return CheckpointError(f"A {type(model).__name__} cannot have task-specific tokens.")

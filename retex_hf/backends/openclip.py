@@ -67,7 +67,7 @@ def load(
     OpenCLIP receives tensors, never file names. Loading is always strict, and always copies.
     """
     if options:
-        raise CheckpointError(f"an OpenCLIP model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+        raise CheckpointError(f"an OpenCLIP model takes no {sorted(options)[0]!r}, an option of transformers.")
     config = vetted_config(folder, files)
     model = _create(folder, config)
     aligned, unexpected = align(model, source)

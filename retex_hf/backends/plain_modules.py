@@ -79,9 +79,9 @@ def load(
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the module that the caller's function creates."""
     if options:
-        raise CheckpointError(f"a module of your own is loaded without {sorted(options)[0]!r}.")
+        raise CheckpointError(f"a module of your own takes no option {sorted(options)[0]!r}.")
     if make_model is None:
-        raise CheckpointError(f"it was built from modules of a class of its author's own: load it with {HOW_TO_MAKE}.")
+        raise CheckpointError(f"it was built from modules of a custom class: load it with {HOW_TO_MAKE}.")
     if not callable(make_model) or isinstance(make_model, nn.Module):
         raise ConfigError(f"make_model must be a function that makes a module, not a {type(make_model).__name__}.")
     model = make_model()

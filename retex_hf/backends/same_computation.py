@@ -55,9 +55,9 @@ def check_alike(
     )
     if difference is not None:
         raise CheckpointError(f"{source.label}: {difference} as in {experts}: experts must compute alike.")
-    notes = [said for said, refused in _attribute_differences(other, model) if not refused]
+    notes = [difference for difference, refused in _attribute_differences(other, model) if not refused]
     if notes:
-        more = f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""
+        more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         logger.warning("%s: %s as in %s%s: all experts get the latter.", source.label, notes[0], experts, more)
 
 
@@ -78,9 +78,9 @@ def structure_difference(one: nn.Module, other: nn.Module, *, heads: bool = True
         settings = [_settings(model[name]) for model in (ours, theirs)]
         if settings[0] != settings[1]:
             return f"module {name!r} is a {type(ours[name]).__name__}({settings[0]}), not ({settings[1]})"
-    refused = (said for said, refused in _attribute_differences(one, other) if refused)
-    if (said := next(refused, None)) is not None or not heads:
-        return said
+    refused = (difference for difference, refused in _attribute_differences(one, other) if refused)
+    if (difference := next(refused, None)) is not None or not heads:
+        return difference
     if (lone := _lone_module(one, other)) is not None:
         return f"module {lone[0]!r} is {lone[1]}, not {lone[2]}"
     if (lone := _lone_module(other, one)) is not None:
@@ -103,14 +103,14 @@ def _attribute_differences(one: nn.Module, other: nn.Module) -> Iterator[tuple[s
             continue
         for attribute, *values in attribute_differences(ours, theirs):
             where = f"{attribute!r} of {_place(name, ours)}"
-            said = f"{where} is {brief(values[0])}, not {brief(values[1])}"
-            yield said, is_setting(ours, attribute, values)
+            difference = f"{where} is {brief(values[0])}, not {brief(values[1])}"
+            yield difference, is_setting(ours, attribute, values)
 
 
 def _hook_difference(one: nn.Module, other: nn.Module) -> str | None:
     for name, ours, theirs in _pairs(one, other):
-        if (said := hook_difference(ours, theirs)) is not None:
-            return f"{_place(name, ours)} {said}"
+        if (difference := hook_difference(ours, theirs)) is not None:
+            return f"{_place(name, ours)} {difference}"
     return None
 
 
@@ -182,11 +182,11 @@ def _settings(module: nn.Module) -> str:
 
     Skip the `extra_repr` of classes outside of torch that have tensors: it may show values of these.
     """
-    said = ""
+    shown = ""
     if type(module).__module__.startswith("torch.") or not _own_tensors(module):
-        said = OF_TRAINING.sub("", module.extra_repr()).removeprefix(", ")
+        shown = OF_TRAINING.sub("", module.extra_repr()).removeprefix(", ")
     found = [f"{name}={vars(module)[name]}" for name in EPSILONS if isinstance(vars(module).get(name), float)]
-    return ", ".join([said, *found] if said else found)
+    return ", ".join([shown, *found] if shown else found)
 
 
 def _buffer_difference(one: nn.Module, other: nn.Module) -> str | None:

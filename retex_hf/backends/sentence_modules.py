@@ -150,7 +150,7 @@ def _activation(value: Any, path: Path) -> str:
     found = getattr(torch.nn, named[1], None) if named else None
     is_module = isinstance(found, type) and issubclass(found, nn.Module)
     if named is None or not is_module or f"{found.__module__}.{named[1]}" != value:
-        raise CheckpointError(f"{path} asks for the activation {brief(value)}, which is no module of torch.nn.")
+        raise CheckpointError(f"{path} asks for the activation {brief(value)}, which is not a module of torch.nn.")
     return value
 
 
@@ -227,8 +227,8 @@ def _check_same(one: Files, label: str, other: Files, other_label: str) -> None:
     for name in sorted({*one, *other} - {TRANSFORMER_CONFIG, MODEL_CONFIG}):
         if not _same(name, one.get(name), other.get(name)):
             raise CheckpointError(
-                f"{other_label}: {name} is not that of {label}. The modules after the transformer are kept once, for "
-                "all tasks: expected the same ones in base and experts."
+                f"{other_label}: {name} differs from that of {label}. The modules after the transformer are kept once, "
+                "for all tasks: expected the same ones in base and experts."
             )
 
 
@@ -282,7 +282,7 @@ def sentence_transformer(transformer: PreTrainedModel, runs: nn.Module, side_fil
         except RetexError:
             raise
         except Exception as error:  # vetted files may still make sentence-transformers raise anything
-            raise RetexError(f"sentence-transformers does not make a model of this one: {first_line(error)}") from error
+            raise RetexError(f"sentence-transformers cannot make a model of this one: {first_line(error)}") from error
     # The attribute's name depends on the release; the other name is a property.
     name = "model" if "model" in made[0]._modules else "auto_model"
     setattr(made[0], name, runs)

@@ -97,7 +97,7 @@ def load(
 ) -> nn.Module:
     """Load a folder's weights (`source`) into the model it describes. timm receives tensors, never file names."""
     if options:
-        raise CheckpointError(f"a timm model is loaded without {sorted(options)[0]!r}, which is for transformers.")
+        raise CheckpointError(f"a timm model takes no {sorted(options)[0]!r}, an option of transformers.")
     config = vetted_config(folder, files)
     model = _create(folder / CONFIG, config)
     check_names(model, source, CONFIG)

@@ -132,7 +132,7 @@ def vet_open_clip_config(values: Mapping[str, Any], path: Path) -> dict[str, Any
     foreign = sorted(set(part(text, "tokenizer_kwargs", path)) - TOKENIZER_OPTIONS)
     if foreign:
         raise CheckpointError(
-            f"{path} has the tokenizer option {foreign[0]!r}, which is none of {sorted(TOKENIZER_OPTIONS)}."
+            f"{path} has the tokenizer option {foreign[0]!r}, which is not one of {sorted(TOKENIZER_OPTIONS)}."
         )
     # `text_tower` resolves the names of a text tower and of its tokenizer.
     towers = {key: text[key] for key in ("hf_model_name", "hf_tokenizer_name") if key in text}
@@ -149,7 +149,7 @@ def vet_timm_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kept = {key: value for key, value in values.items() if key in OF_TIMM_MODELS}
     arguments = part(values, "model_args", path)
     if wrong := sorted(key for key in arguments if NOT_OF_SHAPE.fullmatch(key)):
-        raise CheckpointError(f"{path} has {wrong[0]!r} in model_args, which says nothing of a model's shape.")
+        raise CheckpointError(f"{path} has {wrong[0]!r} in model_args, which does not determine a model's shape.")
     kept.setdefault("num_classes", note.get("num_classes", 1000))
     classes = kept["num_classes"]
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
@@ -305,7 +305,7 @@ def _check_timm_name(key: str, value: str, path: Path) -> bool:
     import timm  # imported late, because it is slow to import and rarely needed
 
     if len(value) > LONGEST_WORD or ":" in value or "/" in value or not timm.is_model(value):
-        raise CheckpointError(f"{path} asks for {key}={brief(value)}, which is no architecture of timm's own.")
+        raise CheckpointError(f"{path} asks for {key}={brief(value)}, which is not one of timm's own architectures.")
     return True
 
 
@@ -313,7 +313,7 @@ def _check_implementation(key: str, value: Any, path: Path) -> None:
     names = value.values() if isinstance(value, Mapping) else [value]
     if other := [name for name in names if name not in BUILT_IN]:
         raise CheckpointError(
-            f"{path} asks for {key}={brief(other[0])}, which may be fetched from elsewhere: take it out, and pass "
+            f"{path} asks for {key}={brief(other[0])}, which may be fetched from elsewhere: remove it, and pass "
             f"{key.lstrip('_')} when loading, if you want it."
         )
 

@@ -120,7 +120,7 @@ def _check_template(path: Path, step: Mapping[str, Any]) -> None:
     ids = max((len(_list(entry, "ids")) for entry in special.values()), default=0)
     pieces = max(len(_list(step, "single")), len(_list(step, "pair")))
     if ids * pieces > MOST_ADDED:
-        raise CheckpointError(f"{path} can add {ids * pieces} tokens to a text; at most {MOST_ADDED} are.")
+        raise CheckpointError(f"{path} can add {ids * pieces} tokens to a text; at most {MOST_ADDED} are allowed.")
 
 
 def _list(values: Any, key: str) -> list[Any]:

@@ -24,7 +24,7 @@ def most_confident(scores: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
     """
     for task, logits in scores.items():
         if logits.shape[-1] < 2:
-            raise TaskError(f"The head of task {task!r} has one output, so nothing says how sure it is of a row.")
+            raise TaskError(f"The head of task {task!r} has one output, so it gives no measure of confidence.")
     tasks = list(scores)
     doubts = torch.stack([entropy(logits) / log(logits.shape[-1]) for logits in scores.values()])
     chosen = [tasks[index] for index in doubts.argmin(0).tolist()]

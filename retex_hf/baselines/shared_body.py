@@ -32,7 +32,7 @@ class SharedBody:
         self._memory: dict[tuple[int, int], Any] | None = None
         self._calls: Counter[int] = Counter()
         for part in parts.values():
-            self._let_remember(part)
+            self._memoise(part)
 
     def scores(self, readout: Readout, inputs: Mapping[str, Tensor], tasks: Sequence[str]) -> dict[str, Tensor]:
         """Return the scores (rows, classes) of a batch under the heads of some tasks, from one pass of the body."""
@@ -46,7 +46,7 @@ class SharedBody:
         finally:
             self._memory = None
 
-    def _let_remember(self, part: nn.Module) -> None:
+    def _memoise(self, part: nn.Module) -> None:
         forward = part.forward
 
         @wraps(forward)

@@ -192,7 +192,7 @@ def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: Re
         if isinstance(spec, (str, Path)):
             path = typed_path(str(spec), label).resolve()
             if target in (path, path.parent if path.is_file() else path):
-                raise ArtifactError(f"{target} is where {label} is: expected another folder for the artifact.")
+                raise ArtifactError(f"{target} holds {label}: expected another folder for the artifact.")
 
 
 def _check_solver(solver: str, training: TrainingConfig | None) -> None:

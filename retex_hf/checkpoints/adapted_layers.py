@@ -63,7 +63,7 @@ def layer_changes(
         if not any(source.modules.has(owner, model) or _is_default(source, model, owner) for owner in owners):
             raise CheckpointError(
                 f"{source.label} holds {brief(next(iter(layers.modules[module].values())))}, but its configuration "
-                "does not adapt that module, so that peft would leave it out: take it out, or name the module in "
+                "does not adapt that module, so peft would ignore it: remove it, or name the module in "
                 "target_modules."
             )
         owner = model.get_submodule(names[module])
@@ -103,7 +103,7 @@ class _Layer:
     def changes(self, ties: Mapping[str, list[str]]) -> dict[str, Change]:
         if next(self.owner.children(), None) is not None:
             raise CheckpointError(
-                f"{self.source.label} adapts {self.module!r}, which consists of other modules: that is not read."
+                f"{self.source.label} adapts {self.module!r}, which contains other modules: expected a single layer."
             )
         for part, key in self.parts.items():
             if not part.endswith(WHOLE_NUMBERS):

@@ -169,7 +169,7 @@ def _check_settings(label: str, settings: dict[str, Any]) -> None:
     named = (settings.get("auto_mapping") or {}).get("base_model_class")
     for value in (*(settings.get("target_parameters") or ()), *([] if named is None else [named])):
         if not isinstance(value, str):
-            raise CheckpointError(f"{label}: its configuration must name what it adapts by texts, not {brief(value)}.")
+            raise CheckpointError(f"{label}: its configuration must name what it adapts as text, not {brief(value)}.")
 
 
 def _check_lora(label: str, settings: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _check_lora(label: str, settings: dict[str, Any]) -> None:
     if not any(begun is known or (isinstance(known, str) and begun == known) for known in INITIALISATIONS):
         raise CheckpointError(
             f"{label} is a LoRA adapter with init_lora_weights={brief(begun)}, for which the base was changed in a way "
-            f"that its files do not say: {REMEDY}, or save it with path_initial_model_for_weight_conversion."
+            f"that its files do not record: {REMEDY}, or save it with path_initial_model_for_weight_conversion."
         )
     by_layers = settings.get("use_dora") or begun in DERIVED_INITIALISATIONS
     if by_layers and settings.get("target_parameters"):
@@ -383,7 +383,7 @@ def _sort(source: AdapterSource, model: nn.Module) -> tuple[tuple[Entries, Entri
         if not _is_adapted(source, model, wrapped, parameter, depth, tied):
             raise CheckpointError(
                 f"{source.label} holds {brief(next(iter(parts.values())))}, but its configuration does not adapt that "
-                "module, so that peft would leave it out: take it out, or name the module in target_modules."
+                "module, so peft would ignore it: remove it, or name the module in target_modules."
             )
         # The output layer of nn.MultiheadAttention, which is adapted together with it: peft adds its product twice, in
         # merging as well as in training.
@@ -422,7 +422,7 @@ def _factor(name: str) -> tuple[str, int, str] | None:
 
 def _put(source: AdapterSource, entries: dict[str, Any], name: str, value: Any) -> None:
     if name in entries:
-        raise CheckpointError(f"{source.label} holds two tensors that are {brief(name)} of the model.")
+        raise CheckpointError(f"{source.label} holds two tensors for {brief(name)} of the model.")
     entries[name] = value
 
 

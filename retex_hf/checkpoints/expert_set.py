@@ -158,7 +158,7 @@ def check_integers(names: Iterable[str], entries: Mapping[str, Entries]) -> None
         for label, tensor in others:
             if not torch.equal(tensor, expected):
                 raise CheckpointError(
-                    f"{label}: tensor {name!r} holds other whole numbers than in {first}: experts may differ in "
+                    f"{label}: tensor {name!r} holds other integers than in {first}: experts may differ in "
                     "floating-point tensors only."
                 )
 
@@ -198,7 +198,7 @@ def check_related(experts: ExpertSet, shapes: dict[str, tuple[int, ...]]) -> Non
         if values and median(values) < RELATED_COSINE:
             raise CheckpointError(
                 f"{experts.experts[task].label} does not descend from {experts.base.label}: the median cosine between "
-                f"their weight matrices is {median(values):.2f} (pass check_base=False to build all the same)."
+                f"their weight matrices is {median(values):.2f} (pass check_base=False to build anyway)."
             )
 
 
@@ -232,6 +232,6 @@ def check_range(tensor: Tensor, label: str, name: str, dtype: torch.dtype | None
     if dtype is not None and largest > torch.finfo(dtype).max:
         raise CheckpointError(
             f"{label}: tensor {name!r} holds {largest:.1e}, but the merged model is in {dtype}, as its first expert "
-            "is, which has no room for that: name an expert in a wider dtype first."
+            "is, which cannot hold that: name an expert in a wider dtype first."
         )
     return tensor

@@ -149,7 +149,7 @@ def _check(path: Path, info: Any, room: int) -> None:
     fits = 1 <= len(info.shape) <= MOST_AXES and prod(info.shape) > 0 and info.shape[-1] % block == 0
     if not fits or len(info.name) > LONGEST_NAME or info.offset + info.nbytes > room:
         raise CheckpointError(
-            f"{path}: tensor {brief(info.name, 60)} of shape {brief(info.shape, 60)} is not all in the file."
+            f"{path}: tensor {brief(info.name, 60)} of shape {brief(info.shape, 60)} is not completely in the file."
         )
 
 
@@ -157,5 +157,5 @@ def find_gguf(folder: Path) -> Path | None:
     """Return the GGUF file of a folder, or None; refuse a folder with several."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
-        raise CheckpointError(f"{folder} holds {len(files)} GGUF files: give one of them, as {files[0]}.")
+        raise CheckpointError(f"{folder} holds {len(files)} GGUF files: give one of them, such as {files[0]}.")
     return files[0] if files else None

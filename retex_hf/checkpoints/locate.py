@@ -218,7 +218,7 @@ def _named_files(repo_id: str) -> Iterator[None]:
             raise
         reason = visible(getattr(error, "strerror", None) or first_line(error)).rstrip(".")
         raise HubError(
-            f"The repository {repo_id!r} lists a file with a name that cannot be kept here: {reason}."
+            f"The repository {repo_id!r} lists a file with a name that cannot be stored here: {reason}."
         ) from None
 
 
@@ -230,7 +230,7 @@ def check_checkpoint_folder(folder: Path, label: str) -> None:
     if not is_open_clip(folder) and not (folder / TRANSFORMERS_CONFIG).is_file():
         if inner := sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")):
             raise CheckpointError(
-                f"{label}: {folder} holds adapters in folders {inner}: name one of them behind it, as '.../{inner[0]}'."
+                f"{label}: {folder} holds adapters in folders {inner}: append the name of one, as in '.../{inner[0]}'."
             )
         raise CheckpointError(f"{label}: {folder} has neither {TRANSFORMERS_CONFIG} nor {OPEN_CLIP_CONFIG}.")
 

@@ -28,8 +28,8 @@ PIECE = 1 << 20
 MOST_THREADS = 8
 SECONDS_WITHOUT_BAR = 2.0
 IF_MEANT = (
-    "It is damaged, or of another artifact; if the change is meant, record it with `retex verify FOLDER --record` (or "
-    "load with verify=False and call save_description(FOLDER))."
+    "It is damaged, or belongs to another artifact; if the change is intentional, record it with "
+    "`retex verify FOLDER --record` (or load with verify=False and call save_description(FOLDER))."
 )
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -72,7 +72,7 @@ def from_json(path: Path, values: Any) -> dict[str, FileRecord]:
             or not SHA256.fullmatch(digest)
             or len(value) != 2
         ):
-            raise ArtifactError(f"{path}: the file {name!r} is described by {brief(value)}.")
+            raise ArtifactError(f"{path}: the entry of {name!r} is not valid: {brief(value)}.")
         records[name] = FileRecord(size, digest)
     return records
 

@@ -216,7 +216,7 @@ class _Parser:
 
     def _group(self) -> Node:
         if self._take("?") and not self._take(":"):
-            raise PatternError("has a group that is more than a group")
+            raise PatternError("has a group that is not a plain one")
         self._level += 1
         if self._level > MOST_LEVELS:
             raise PatternError("is nested too deeply")

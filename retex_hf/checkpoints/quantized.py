@@ -61,7 +61,7 @@ def unpack(source: Source, config: Mapping[str, Any]) -> UnpackedSource:
         method = "bitsandbytes"
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
-            f"{source.label} is quantised by {brief(method, 60)}, which is not read (read are "
+            f"{source.label} is quantised by {brief(method, 60)}, which is not read (supported: "
             f"{', '.join(METHODS)}): {REMEDY}."
         )
     if config.get("model_type") in TRANSPOSED_MODELS:
@@ -73,14 +73,14 @@ def unpack(source: Source, config: Mapping[str, Any]) -> UnpackedSource:
         assert source.folder is not None  # where `config` is from
         raise CheckpointError(
             f"{source.label}: {source.folder / 'config.json'} has a quantization_config of {method}, but no tensor is "
-            "packed so: take it out of there if the weights are plain."
+            "packed that way: remove it if the weights are plain."
         )
     named = config.get("dtype", config.get("torch_dtype"))
     dtype = DTYPES.get(named, torch.float32) if isinstance(named, str) else torch.float32
     infos = {name: info for name, info in source.infos.items() if name not in packed.used}
     for name, info in infos.items():
         if info.dtype in FLOAT8.values():
-            raise CheckpointError(f"{source.label}: tensor {name!r} is of eight bits, without a scale: {REMEDY}.")
+            raise CheckpointError(f"{source.label}: tensor {name!r} has eight bits and no scale: {REMEDY}.")
     for name, (shape, _) in packed.weights.items():
         if name in infos:
             raise CheckpointError(f"{source.label} holds {name!r} twice, packed and plain.")

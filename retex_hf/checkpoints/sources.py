@@ -108,7 +108,7 @@ def check_module(module: nn.Module, label: str) -> None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise CheckpointError(
             f"{label} {'is' if isinstance(module, torch.jit.ScriptModule) else 'holds'} a TorchScript module, which "
-            "cannot be copied with other weights: give the module that it was made of."
+            "cannot be copied with other weights: give the module that it was made from."
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         check_initialised(f"{label}: tensor {name!r}", tensor)

@@ -66,7 +66,7 @@ def copy_side_files(
     """
     if not source.is_dir():
         logger.warning(
-            "%s is gone, and so is the tokenizer or processor that may have been there: save it again.", source
+            "%s no longer exists, nor does a tokenizer or processor that was in it: save that again.", source
         )
         return
     files = {file.relative_to(source).as_posix(): file for file in side_files(source)}
@@ -110,7 +110,7 @@ def warn_of_other_tokenizers(base: Source, experts: Mapping[str, Source], kept: 
         difference = None if folder is None else tokenizer_difference(own, folder)
         if difference is not None:
             logger.warning(
-                "The tokenizer of expert %r is not that of the base: %s. The base's is kept, for all tasks.",
+                "The tokenizer of expert %r differs from that of the base: %s. The base's is kept for all tasks.",
                 task,
                 difference,
             )
@@ -193,7 +193,7 @@ def copy_task_tokenizers(tokenizers: Mapping[str, Path], folder: Path) -> None:
             files = _matching(source, SIDE_FILES) if source.is_dir() else []
             if not files:
                 raise CheckpointError(
-                    f"{source} has no tokenizer any more: expected that of task {task!r}, to save with the model."
+                    f"{source} no longer holds the tokenizer of task {task!r}, which is saved with the model."
                 )
             check_links(files, source, CheckpointError)
             for file in files:
@@ -204,9 +204,9 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
     new = sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__)
     gone = sorted(ours.keys() - theirs.keys(), key=ours.__getitem__)
     moved = [token for token, number in theirs.items() if ours.get(token, number) != number]
-    kinds = {"it has {} token(s) more ({})": new, "it lacks {} ({})": gone, "{} have another number ({})": moved}
-    said = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
-    return ", ".join(said) or None
+    kinds = {"it has {} token(s) more ({})": new, "it lacks {} ({})": gone, "{} have another id ({})": moved}
+    parts = [text.format(len(tokens), shorten(tokens)) for text, tokens in kinds.items() if tokens]
+    return ", ".join(parts) or None
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
@@ -222,7 +222,7 @@ def _token_ids(path: Path) -> dict[str, int]:
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         return {**vocabulary, **{entry["content"]: entry["id"] for entry in values.get("added_tokens", [])}}
     except (AttributeError, IndexError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is no file of a tokenizer.") from None
+        raise CheckpointError(f"{path} is not a tokenizer file.") from None
 
 
 def _folder_of(source: Source) -> Path | None:

@@ -205,7 +205,7 @@ def _check_apart(places: Places) -> None:
 
 def _part(stream: BinaryIO, start: int, length: int) -> bytes:
     if length > MOST_PICKLE_BYTES:
-        raise _Refusal(f"it takes {length} bytes to say which tensors it holds; at most {MOST_PICKLE_BYTES} are read")
+        raise _Refusal(f"it takes {length} bytes to describe its tensors; at most {MOST_PICKLE_BYTES} are read")
     stream.seek(start)
     return stream.read(length)
 
@@ -267,7 +267,7 @@ def _follow(stream: BinaryIO, storages: dict[str, _Storage]) -> Any:
         nonlocal steps
         steps += count
         if steps > MOST_INSTRUCTIONS:
-            raise _Refusal(f"it takes over {MOST_INSTRUCTIONS} instructions to say which tensors it holds")
+            raise _Refusal(f"it takes over {MOST_INSTRUCTIONS} instructions to describe its tensors")
 
     def since_mark() -> list[Any]:
         start = marks.pop()
@@ -445,7 +445,7 @@ def _mapped(file: Path, values: Mapping[Any, Any], places: Places) -> dict[Any, 
 def _check_kind(what: str, value: Any) -> None:
     """Refuse tensors that are not plain: sparse, quantised, complex, of a custom class, or on the meta device."""
     if isinstance(value, _Other):
-        raise CheckpointError(f"{what} is no dense tensor of a dtype that is read: the file has {brief(value.what)}.")
+        raise CheckpointError(f"{what} is not a dense tensor of a supported dtype: the file has {brief(value.what)}.")
     if isinstance(value, _View) and value.storage.dtype is None:
         raise CheckpointError(f"{what} is in a {brief(value.storage.kind)}, which is not read.")
 
@@ -456,7 +456,7 @@ def _check_place(what: str, view: _View, places: Places) -> None:
     is_shape = all(map(_is_count, axes)) and len(view.size) == len(view.stride) <= MOST_AXES
     # Axes of size 0 are left out, because torch computes strides from the others.
     if not is_shape or prod(size for size in view.size if size) > LARGEST_NUMBER:
-        raise CheckpointError(f"{what} has a shape that is none: {brief(view.size)} in steps of {brief(view.stride)}.")
+        raise CheckpointError(f"{what} has an invalid shape: {brief(view.size)} with strides {brief(view.stride)}.")
     _, length = places.get(storage.key, (0, -1))
     there = length // storage.itemsize
     last = view.offset + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))

@@ -190,7 +190,7 @@ TUNERS: dict[str, Tuner] = {
 }  # fmt: skip
 
 _PROMPTS = "puts learned tokens before the input and changes no weight"
-_ROUTED = "mixes several adapters anew for every input, so that no one weight stands for it"
+_ROUTED = "mixes several adapters for every input, so that no single weight represents it"
 _JOINT = "derives its tensors from many modules at once"
 REFUSED = {
     "ADAPTION_PROMPT": _PROMPTS, "CARTRIDGE": _PROMPTS, "CPT": _PROMPTS, "MULTITASK_PROMPT_TUNING": _PROMPTS,
@@ -212,7 +212,7 @@ def tuner_of(kind: Any, label: str) -> Tuner:
         return TUNERS[kind]
     shown = brief(kind, 60)
     if isinstance(kind, str) and kind in REFUSED:
-        raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, which {REFUSED[kind]}: it is no expert.")
+        raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, which {REFUSED[kind]}: it cannot be merged.")
     if isinstance(kind, str) and kind in JOINT:
         raise CheckpointError(f"{label} is a PEFT adapter of type {kind}, which {JOINT[kind]}: {REMEDY}.")
     raise CheckpointError(f"{label} is a PEFT adapter of type {shown}, which is not known here: {REMEDY}.")

@@ -79,7 +79,7 @@ def align_vocabulary(
         elif rows[task] == {size}:
             reason = _moved(base[0], folder)
         else:
-            reason = _against(*base, folder, checkpoint, names[0])
+            reason = _mismatch(*base, folder, checkpoint, names[0])
         if reason is not None:
             _warn(task, reason, names, checkpoints)
             return Vocabulary([], size, sizes, names)
@@ -92,27 +92,27 @@ def _moved(base_folder: Path | None, folder: Path | None) -> str | None:
         moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
     except CheckpointError:  # equal numbers of rows need no tokenizer: a damaged one only causes a warning
         return None
-    return _said(moved) if moved else None
+    return _describe_moved(moved) if moved else None
 
 
-def _said(moved: list[str]) -> str:
-    return f"{len(moved)} of its tokens have other numbers than the base's, such as {moved[0]!r}"
+def _describe_moved(moved: list[str]) -> str:
+    return f"{len(moved)} of its tokens have other ids than in the base, such as {moved[0]!r}"
 
 
-def _against(
+def _mismatch(
     base_folder: Path | None, base: Checkpoint, folder: Path | None, expert: Checkpoint, name: str
 ) -> str | None:
     """Return why the same row is another token, judged by the tokenizers or else the rows; None if it is the same."""
     moved = None if base_folder is None or folder is None else moved_tokens(base_folder, folder)
     if moved is not None:
-        return _said(moved) if moved else None
+        return _describe_moved(moved) if moved else None
     ours, theirs = base.read(name), expert.read(name)
     shared = min(len(ours), len(theirs))
     chosen = torch.linspace(0, shared - 1, min(SAMPLED_ROWS, shared)).long()
     ours, theirs = ours[chosen].double().flatten(1), theirs[chosen].double().flatten(1)
     alike = (nn.functional.cosine_similarity(ours, theirs) >= RELATED_COSINE) | (ours == theirs).all(1)
     share = alike.double().mean().item()
-    return None if share >= RELATED_SHARE else f"only {share:.0%} of its rows are alike the base's rows of that number"
+    return None if share >= RELATED_SHARE else f"only {share:.0%} of its rows resemble the base's rows of the same id"
 
 
 def _warn(task: str, reason: str, names: list[str], experts: Mapping[str, Checkpoint]) -> None:

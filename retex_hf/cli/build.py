@@ -87,7 +87,7 @@ class BuildOptions(Options):
         if not recipe.output_dir:
             raise ConfigError("Say where the artifact goes: --output-dir, or output_dir in the recipe.")
         for difference in differences(recipe):
-            say(f"note: not bit for bit: {difference}.")
+            say(f"note: not reproduced bit for bit: {difference}.")
         model = make(recipe, progress=True)
         errors = [error for error in model.recovery_errors.values() if error is not None]
         mean = sum(errors) / len(errors) if errors else 0.0
@@ -103,6 +103,8 @@ def _recipe_file(path: Path) -> Path:
     path = as_path(path, ConfigError)
     if path.is_dir():
         if not (path / RECIPE_NAME).is_file():
-            raise ConfigError(f"{path} holds no {RECIPE_NAME}: it is no artifact, or one of experts in memory.")
+            raise ConfigError(
+                f"{path} holds no {RECIPE_NAME}: it is not an artifact, or was built from experts in memory."
+            )
         return path / RECIPE_NAME
     return path

@@ -43,7 +43,7 @@ class DemoOptions(DeviceOptions):
         try:
             socket.getaddrinfo(self.host, self.port)
         except (OSError, UnicodeError):
-            raise ConfigError(f"--host {self.host!r} is no address of this machine.") from None
+            raise ConfigError(f"--host {self.host!r} is not an address of this machine.") from None
         launch(
             self.artifact,
             server_name=self.host,

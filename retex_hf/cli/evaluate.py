@@ -134,7 +134,7 @@ class EvalOptions(DeviceOptions):
         found = {**recipe.experts, **self.experts}
         missing = [task for task in tasks if task not in found]
         if missing:
-            raise ConfigError(f"Nothing says where the expert of {missing[0]!r} is: pass --expert {missing[0]}=SOURCE.")
+            raise ConfigError(f"The expert of {missing[0]!r} is not recorded: pass --expert {missing[0]}=SOURCE.")
         named = {f"expert {task!r}": found[task] for task in tasks if task not in self.experts}
         base = self.base or recipe.base
         if self.base is None and base is not None:

@@ -38,6 +38,6 @@ class VerifyOptions(Options):
         if self.record:
             folder = as_path(self.artifact)
             if not folder.is_dir():
-                raise ConfigError(f"--record needs a folder; {self.artifact} is none.")
+                raise ConfigError(f"--record needs a folder; {self.artifact} is not one.")
             RetexModel.from_pretrained(folder, verify=False).save_description(folder)
         print(verify(self.artifact, finite=self.finite, revision=self.revision))

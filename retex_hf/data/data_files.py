@@ -53,7 +53,7 @@ class Images(Sequence[Image.Image]):
         if cell["bytes"] is not None:
             return read_image(cell["bytes"], where)
         if cell["path"] is None or "://" in cell["path"]:  # a URL, which `datasets` would fetch
-            raise EvaluationError(f"{where} is not in the data, and no file.")
+            raise EvaluationError(f"{where} is neither in the data nor a file.")
         return read_image(cell["path"], f"{where}, {cell['path']},")
 
 
@@ -136,7 +136,7 @@ def check_no_archive(path: Path, where: str) -> None:
     """
     kind = Extractor.infer_extractor_format(path)
     if kind is not None and (kind, path.suffix) != ("gzip", ".gz"):
-        raise EvaluationError(f"{where} is an archive ({kind}): unpack it, and give the file that is in it.")
+        raise EvaluationError(f"{where} is an archive ({kind}): unpack it, and give the file inside.")
 
 
 def _blocks(path: Path, where: str) -> Iterator[bytes]:
@@ -182,7 +182,7 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in readers:
-            raise ValueError(f"{member.filename} is of version {version}")
+            raise ValueError(f"{member.filename} has version {version}")
         try:
             shape, _, dtype = readers[version](file)
         except Exception:  # numpy parses it with Python's parser, which may raise anything
@@ -191,6 +191,6 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
             raise ValueError(f"{member.filename} has the shape {brief(shape)}, which has no rows")
         size = dtype.itemsize * math.prod(shape)
         if dtype.hasobject or not dtype.itemsize or min(shape) < 0 or file.tell() + size != member.file_size:
-            raise ValueError(f"{member.filename} does not hold the array that its header says")
+            raise ValueError(f"{member.filename} does not hold the array that its header describes")
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)

@@ -198,7 +198,7 @@ def _load_saved(name: str, folder: Path) -> Dataset | DatasetDict:
 def _load_file(name: str, file: Path) -> Dataset:
     loader = _loader(file)
     if loader is None:
-        raise EvaluationError(f"Task {name!r}: {file} is none of {', '.join([*LOADERS, '.npz'])}.")
+        raise EvaluationError(f"Task {name!r}: {file} is not one of {', '.join([*LOADERS, '.npz'])}.")
     if not file.stat().st_size:
         raise EvaluationError(f"Task {name!r}: {file} is empty.")
     CHECKS[loader](file, f"Task {name!r}: {file}")
@@ -213,7 +213,7 @@ def _load_hub(name: str, source: str, split: str) -> Dataset:
     found = HUB_NAME.fullmatch(source)
     if found is None or _loader(Path(source)) or Path(source).suffix == ".txt":
         raise EvaluationError(
-            f"Task {name!r}: {source} does not exist, and is no Hub name (owner/name, :configuration, @revision)."
+            f"Task {name!r}: {source} does not exist, and is not a Hub name (owner/name, :configuration, @revision)."
         )
     try:
         return load_dataset(found["path"], found["config"], split=split, revision=found["revision"])
@@ -326,7 +326,7 @@ def _answers(name: str, labels: Sequence[Any], own: Sequence[str] | None, wanted
         if not isinstance(label, str) or not order:
             return label
         if label not in order:
-            raise EvaluationError(f"Task {name!r}: row {row} has label {label!r}, which is none of {list(order)}.")
+            raise EvaluationError(f"Task {name!r}: row {row} has label {label!r}, which is not one of {list(order)}.")
         return order[label]
 
     return [index(row, label) for row, label in enumerate(labels)]

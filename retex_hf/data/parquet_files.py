@@ -39,8 +39,8 @@ def check_parquet(path: Path, where: str) -> None:
     check_columns(where, found.num_columns)
     if found.num_rows > MOST_ROWS:
         raise EvaluationError(f"{where} has {found.num_rows} rows; at most {MOST_ROWS} are read.")
-    said = sum(max(group.total_byte_size, _least_bytes(group)) for group in groups)
-    if said > most or _table_bytes(path, where, most) > most:
+    declared = sum(max(group.total_byte_size, _least_bytes(group)) for group in groups)
+    if declared > most or _table_bytes(path, where, most) > most:
         raise EvaluationError(f"{where} unpacks to more than {MOST_TIMES} times its size.")
 
 

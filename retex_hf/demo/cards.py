@@ -50,7 +50,7 @@ def summary_html(call: Call) -> Markup:
     times = [_latency("ReTeX", "retex", call.seconds)]
     if any(answer.answer is not None for answer in call.merged):  # otherwise the merged model was not run
         times.append(_latency("merged model", "merged", call.merged_seconds))
-    note = " ReTeX had experts to prepare first; later calls find them at hand." if call.prepared else ""
+    note = " ReTeX had to recover experts first; later calls reuse them." if call.prepared else ""
     return Markup('<p class="rx-summary" role="status">{} in one call: {}.{}</p>').format(
         asked, Markup(", ").join(times), note
     )
@@ -64,13 +64,13 @@ def card_html(number: int, given: Any, answer: Answer, merged: Answer) -> Markup
         '<div class="rx-left">{}</div>'
         '<div class="rx-right"><p class="rx-chosen">{} <strong data-task="{}">{}</strong></p>{}</div>'
         "</article>"
-    ).format(number, Markup("").join(body), _way(answer), answer.task, answer.task, bars_html(answer))
+    ).format(number, Markup("").join(body), _routing_label(answer), answer.task, answer.task, bars_html(answer))
 
 
-def _way(answer: Answer) -> str:
+def _routing_label(answer: Answer) -> str:
     """Return how an input came to its task."""
     if answer.far:
-        return "Far from every task; nearest is"
+        return "Out of distribution; the nearest task is"
     return "Task" if answer.residuals is None else "Routed to"
 
 

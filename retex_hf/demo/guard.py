@@ -132,7 +132,7 @@ class Guard:
             raise ValueError
         paths = [entry["image"]["path"] for entry in value]
         if not all(isinstance(path, str) and self._uploads.holds(path) for path in paths):
-            raise Refused(403, "An image is none that was uploaded here; upload it again.")
+            raise Refused(403, "An image was not uploaded here; upload it again.")
         if len(set(paths)) < len(paths):  # repeating one small upload would make a large call
             raise Refused(422, "An upload is named more than once; add each image once.")
         return [{"image": {"path": path, "meta": {"_type": "gradio.FileData"}}, "caption": None} for path in paths]

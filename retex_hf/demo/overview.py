@@ -141,10 +141,10 @@ def _evaluation_tables(summary: Mapping[str, Any]) -> Markup:
             continue
         tables.append(Markup("<h3>{}</h3>").format(f"Accuracy, {title} (%)"))
         tables.append(_figures_table(found, "accuracy", list(summary["tasks"])))
-        said = {name: of for name, of in found.items() if "identification" in of}
-        if said:
-            tables.append(Markup("<h3>{}</h3>").format("Inputs taken for their own task (%)"))
-            tables.append(_figures_table(said, "identification", list(summary["tasks"])))
+        identifying = {name: of for name, of in found.items() if "identification" in of}
+        if identifying:
+            tables.append(Markup("<h3>{}</h3>").format("Inputs identified correctly (%)"))
+            tables.append(_figures_table(identifying, "identification", list(summary["tasks"])))
     return Markup("").join(tables)
 
 
@@ -185,7 +185,7 @@ def _figure_html(draw: Callable[[], Figure], text: str) -> Markup:
     try:
         figure = draw()
     except (*MALFORMED, RetexError):
-        return _paragraph(f"{text} What the artifact holds of it cannot be drawn.")
+        return _paragraph(f"{text} The stored data cannot be drawn.")
     wide = Markup(' class="rx-wide"') if figure.get_figwidth() > WIDE_INCHES else ""
     html = Markup('<figure{}><img src="{}" alt="{}"><figcaption>{}</figcaption></figure>')
     return html.format(wide, png_uri(figure), text, text)

@@ -101,7 +101,9 @@ def make_demo(
             figures = _html(elem_id="figures", min_height=60)
         # Draw figures on first view, and once.
         figures_of = cache(lambda: str(figures_html(model)))
-        overview.select(_in_turn(turns, figures_of), outputs=figures, api_visibility="private", concurrency_limit=1)
+        overview.select(
+            _one_at_a_time(turns, figures_of), outputs=figures, api_visibility="private", concurrency_limit=1
+        )
     for function in page.fns.values():  # otherwise gradio would run clicks on examples outside of its queue
         function.queue, function.concurrency_limit = True, 1
     page.queue(max_size=MOST_WAITING, api_open=False)
@@ -218,7 +220,7 @@ def _add_try_it(predictor: Predictor, examples: Sequence[Any] | None, turns: Tur
         )
     result = _html(elem_id="result", min_height=60)
     read = read_texts if is_text else _read_gallery
-    run = _in_turn(turns, _handler(predictor, read))
+    run = _one_at_a_time(turns, _handler(predictor, read))
     triggers = [button.click, given.submit] if isinstance(given, gr.Textbox) else [button.click]
     # One call at a time: concurrent calls would slow each other down and make their latencies meaningless.
     gr.on(triggers, run, [given, choice], result, api_visibility="private", concurrency_limit=1)
@@ -242,7 +244,7 @@ def _handler(predictor: Predictor, read: Callable[[Any], list[Any]]) -> Callable
     return run
 
 
-def _in_turn(turns: Turns, function: Callable[..., str]) -> Callable[..., str]:
+def _one_at_a_time(turns: Turns, function: Callable[..., str]) -> Callable[..., str]:
     """Return a function that runs for one visitor at a time, however gradio calls it."""
 
     @wraps(function)
@@ -278,5 +280,5 @@ def _as_list(files: Any) -> list[str]:
 
 
 def _heading(title: str, tasks: Sequence[str]) -> Markup:
-    said = f"One merged model, {len(tasks)} tasks. Each input is answered by the expert it belongs to."
-    return Markup('<div class="rx"><h1>{}</h1><p class="rx-lead">{}</p></div>').format(title, said)
+    lead = f"One merged model, {len(tasks)} tasks. Each input is answered by the expert it belongs to."
+    return Markup('<div class="rx"><h1>{}</h1><p class="rx-lead">{}</p></div>').format(title, lead)

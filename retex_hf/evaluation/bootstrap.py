@@ -86,7 +86,7 @@ def paired_difference(
     Interval(value=1.0, low=1.0, high=1.0)
     """
     if {task: len(right) for task, right in first.items()} != {task: len(right) for task, right in second.items()}:
-        raise EvaluationError("Two methods can be compared in pairs only where they were asked the same rows.")
+        raise EvaluationError("Two methods can be compared in pairs only on the same rows.")
     differences = {task: np.subtract(right, second[task], dtype=np.float64)[None] for task, right in first.items()}
     samples = resampled_accuracies(differences, resamples=resamples, seed=seed)
     value = np.mean([difference.mean() for difference in differences.values()])

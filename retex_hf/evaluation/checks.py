@@ -27,7 +27,7 @@ def check_tasks(tasks: Sequence[TaskData], num_labels: Mapping[str, int] | None 
     names = [task.name for task in tasks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise EvaluationError(f"Task {twice[0]!r} is there twice; every task needs a name of its own.")
+        raise EvaluationError(f"Task {twice[0]!r} is given twice; every task needs its own name.")
     for task in tasks:
         named = None if task.label_names is None else len(task.label_names)
         _check_task(task, (num_labels or {}).get(task.name, named))
@@ -36,7 +36,7 @@ def check_tasks(tasks: Sequence[TaskData], num_labels: Mapping[str, int] | None 
 def _check_task(task: TaskData, width: int | None) -> None:
     if len(task.inputs) != len(task.answers):
         raise EvaluationError(
-            f"Task {task.name!r} has {len(task.inputs)} inputs but {len(task.answers)} answers; they must go in pairs."
+            f"Task {task.name!r} has {len(task.inputs)} inputs but {len(task.answers)} answers; expected one each."
         )
     if not len(task.inputs):
         raise EvaluationError(f"Task {task.name!r} has no rows to evaluate on.")
@@ -56,7 +56,7 @@ def _check_class(task: str, row: int, answer: Any, width: int | None) -> None:
     try:
         label = index(answer)
     except TypeError:
-        raise EvaluationError(f"Row {row} of task {task!r} has label {answer!r}, which is no whole number.") from None
+        raise EvaluationError(f"Row {row} of task {task!r} has label {answer!r}, which is not an integer.") from None
     if label < 0:
         raise EvaluationError(f"Row {row} of task {task!r} has label {label}, which is below 0.")
     if width is not None and label >= width:
@@ -95,14 +95,14 @@ def check_chosen_tasks(
     """
     if prediction.tasks is None:
         if must_say:
-            raise EvaluationError(f"{method} did not say which task it took each row for, in {_batch(batch)}.")
+            raise EvaluationError(f"{method} did not give the task of each row in {_batch(batch)}.")
         return
     if len(prediction.tasks) != len(batch):
         raise EvaluationError(f"{method} named {len(prediction.tasks)} tasks for {_batch(batch)}.")
     for found, true in zip(prediction.tasks, batch, strict=True):
         if found not in tasks:
             raise EvaluationError(
-                f"{method} took a row of task {true!r} for {found!r}, which is not among the tasks {sorted(tasks)}."
+                f"{method} assigned a row of task {true!r} to {found!r}, which is not among the tasks {sorted(tasks)}."
             )
 
 

@@ -83,12 +83,12 @@ class Comparison:
     def _individual_rows(self, name: str) -> Rows:
         runs = self.methods[name]
         if "known" not in runs[0].scores:
-            raise EvaluationError(f"The individual method {name!r} was not asked with the task known.")
+            raise EvaluationError(f"The individual method {name!r} was not evaluated with the task known.")
         rows = _mean_rows(runs, "known", "correct")
         for task, right in rows.items():
             if not right.any():
                 raise EvaluationError(
-                    f"The individual expert of task {task!r} has no row right, so nothing can be normalised by it."
+                    f"The individual expert of task {task!r} answers no row correctly, so it cannot normalise others."
                 )
         return rows
 
@@ -96,8 +96,8 @@ class Comparison:
         """Return `{method: figures}` of one mode. Resample all methods together, so that they share the draws."""
         names = [name for name, runs in self.methods.items() if mode in runs[0].scores]
         rows = {name: _mean_rows(self.methods[name], mode, "correct") for name in names}
-        said = [name for name in names if _says_task(self.methods[name], mode)]
-        found = {name: _mean_rows(self.methods[name], mode, "identified") for name in said}
+        identifying = [name for name in names if _has_identification(self.methods[name], mode)]
+        found = {name: _mean_rows(self.methods[name], mode, "identified") for name in identifying}
         everything = [*rows.values(), *([] if self._individual is None else [self._individual]), *found.values()]
         stacked = {task: np.stack([of[task] for of in everything]) for task in self.tasks}
         samples = resampled_accuracies(stacked, resamples=self.resamples, seed=self.seed)
@@ -112,7 +112,7 @@ class Comparison:
                     interval(value, ratios, self.confidence), spread.get("normalised")
                 )
             if name in found:
-                mine = samples[:, len(everything) - len(found) + said.index(name)]
+                mine = samples[:, len(everything) - len(found) + identifying.index(name)]
                 figures[name]["identification"] = self._figure(found[name], mine, spread.get("identification"))
             if self.reference is not None and name != self.reference and self.reference in names:
                 other = names.index(self.reference)
@@ -140,7 +140,7 @@ class Comparison:
         if self._individual is not None:
             experts = _shares(self._individual)
             spread["normalised"] = np.std([normalised(shares, experts) for shares in by_seed], ddof=1)
-        if _says_task(runs, mode):
+        if _has_identification(runs, mode):
             found = [_shares(_mean_rows([run], mode, "identified")).mean() for run in runs]
             spread["identification"] = np.std(found, ddof=1)
         return {key: float(value) for key, value in spread.items()}
@@ -162,7 +162,7 @@ def _by_method(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]
         for mode, scores in run.scores.items():
             if {task: len(score.correct) for task, score in scores.items()} != rows:
                 raise EvaluationError(
-                    f"{run.method!r} in mode {mode!r} and {evaluations[0].method!r} were not asked the same rows."
+                    f"{run.method!r} in mode {mode!r} and {evaluations[0].method!r} were not given the same rows."
                 )
     return methods
 
@@ -177,7 +177,7 @@ def _mean_rows(runs: Sequence[Evaluation], mode: str, kind: str) -> Rows:
     return {task: np.mean([getattr(run.scores[mode][task], kind) for run in runs], axis=0) for task in tasks}
 
 
-def _says_task(runs: Sequence[Evaluation], mode: str) -> bool:
+def _has_identification(runs: Sequence[Evaluation], mode: str) -> bool:
     return all(score.identified is not None for run in runs for score in run.scores[mode].values())
 
 

@@ -100,11 +100,11 @@ class Report:
             whole = self._mode_table(mode, names, with_method=True)
             sections += [f"## {MODES[mode].capitalize()}", whole.markdown(), "Accuracy by task:"]
             sections.append(self._task_table(mode, names, "accuracy").markdown())
-            said = [name for name in names if "identification" in self._mode(name, mode)]
-            if said:
+            identifying = [name for name in names if "identification" in self._mode(name, mode)]
+            if identifying:
                 sections += [
                     "Rows taken for their own task:",
-                    self._task_table(mode, said, "identification").markdown(),
+                    self._task_table(mode, identifying, "identification").markdown(),
                 ]
         return "\n\n".join(sections) + "\n"
 

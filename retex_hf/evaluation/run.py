@@ -97,7 +97,7 @@ class Evaluation:
         try:
             return cls.from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EvaluationError(f"{path} holds no evaluation, as Evaluation.save writes it ({error!r}).") from None
+            raise EvaluationError(f"{path} is not an evaluation written by Evaluation.save ({error!r}).") from None
 
 
 def _digits(score: TaskScore) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _modes(method: Method, wanted: Sequence[str]) -> list[str]:
         raise EvaluationError(f"There is no mode {unknown[0]!r}; the modes are {', '.join(MODES)}.")
     found = [mode for mode in modes_of(method) if mode in wanted]
     if not found:
-        raise EvaluationError(f"{method.name} can be asked in the modes {modes_of(method)}, not in {list(wanted)}.")
+        raise EvaluationError(f"{method.name} can be evaluated in the modes {modes_of(method)}, not in {list(wanted)}.")
     return found
 
 
@@ -224,7 +224,7 @@ def _plain_state(method: Method) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
-        raise EvaluationError(f"The state of {method.name} holds what JSON cannot ({error}).") from None
+        raise EvaluationError(f"The state of {method.name} cannot be stored as JSON ({error}).") from None
 
 
 def ask(method: Method, inputs: Mapping[str, Tensor], tasks: Sequence[str], mode: str) -> Prediction:
@@ -282,8 +282,8 @@ def _by_task(rows: Tensor, tasks: Sequence[TaskData], mode: str) -> dict[str, Ta
                 f"The processes returned {len(mine)} rows of task {task.name!r}, which has {len(task)}; every row must "
                 "come back once."
             )
-        said = mode == "unknown" and bool((mine[:, 3] != NOT_SAID).all())
-        identified = (mine[:, 3] == 1).numpy() if said else None
+        has_tasks = mode == "unknown" and bool((mine[:, 3] != NOT_SAID).all())
+        identified = (mine[:, 3] == 1).numpy() if has_tasks else None
         scores[task.name] = TaskScore((mine[:, 2] == 1).numpy(), identified)
     return scores
 

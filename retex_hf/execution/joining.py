@@ -153,8 +153,7 @@ class Joiner:
         taken = [entries_of(owner, group).tolist() for group in self.groups]
         if [len(entries) for entries in lists] != [len(indices) for indices in taken]:
             raise CannotJoin(
-                f"The output {name!r} does not follow the rows, as when the call was tried: call once per task with "
-                "task=."
+                f"The output {name!r} does not follow the rows as it did in the probe: call once per task with task=."
             )
         entries = dict(zip(chain.from_iterable(taken), chain.from_iterable(lists), strict=True))
         return kind(entries[index] for index in range(len(owner)))
@@ -230,14 +229,14 @@ class Joiner:
             for tensor, group in zip(tensors, self.groups, strict=True):
                 if tensor.shape[place.axis] != place.per_row * len(group):
                     raise CannotJoin(
-                        f"The output {path!r} has {tensor.shape[place.axis]} entries for {len(group)} rows, and "
-                        f"{place.per_row} per row when the call was tried: call once per task with task=."
+                        f"The output {path!r} has {tensor.shape[place.axis]} entries for {len(group)} rows, but "
+                        f"had {place.per_row} per row in the probe: call once per task with task=."
                     )
         return place
 
     def _unproven(self, path: str) -> CannotJoin:
         assert self.proof is not None
-        reason = self.proof.refused.get(path, "was not there when the call was tried")
+        reason = self.proof.refused.get(path, "was missing in the probe of this call")
         return CannotJoin(
             f"The output {path!r} {reason}, so those of several experts cannot be put together: "
             "call once per task with task=."
@@ -249,7 +248,7 @@ class Joiner:
         taken = torch.cat([entries_of(owner, group) for group in self.groups])
         if [len(tensor) for tensor in tensors] != [len(entries_of(owner, group)) for group in self.groups]:
             raise CannotJoin(
-                f"The output {name!r} does not follow the entries of {place.name!r}, as when the call was tried: call "
+                f"The output {name!r} does not follow the entries of {place.name!r} as it did in the probe: call "
                 "once per task with task=."
             )
         trailing = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]

@@ -127,7 +127,7 @@ class ExpertRunner:
         fixed = find_fixed(self.model, list(self.recovery))
         if fixed is not None:
             raise RetexError(
-                f"No expert of its own can be recovered, because {fixed!r} is quantised or offloaded; "
+                f"No expert can be recovered as a whole model, because {fixed!r} is quantised or offloaded; "
                 'run it in one pass with execution="auto" or "mixed".'
             )
 
@@ -141,8 +141,8 @@ class ExpertRunner:
         fixed = find_fixed(self.model, list(next(iter(self.rows.values()))))
         if fixed is not None:
             raise RetexError(
-                f"Tokens that tasks have of their own cannot be added, because {fixed!r} is quantised or offloaded: "
-                "load the model in plain numbers."
+                f"Task-specific tokens cannot be added, because {fixed!r} is quantised or offloaded: "
+                "load the model without quantisation and offloading."
             )
 
     def _own_bytes(self, group: Group, recovered: bool) -> int:
@@ -166,8 +166,8 @@ class ExpertRunner:
             if int(own.max()) >= size:
                 row = int(group.rows[(own >= size).reshape(len(own), -1).any(1).nonzero()[0, 0].cpu()])
                 raise InputError(
-                    f"Row {row} holds the token {int(own.max())}, but task {task!r}, to which it was given, has {size} "
-                    "tokens: use the tokenizer of that task."
+                    f"Row {row} holds the token {int(own.max())}, but task {task!r}, to which it was assigned, has "
+                    f"{size} tokens: use the tokenizer of that task."
                 )
 
     def count_rows(self, kwargs: Mapping[str, Any], named: int | None = None) -> int:
@@ -243,7 +243,7 @@ class ExpertRunner:
             proof = self._prove(method, kwargs, given, rows, whole, parts)
             if method == "generate" and "logits" in proof.refused:
                 raise InputError(
-                    f"The rows of this batch cannot be taken apart: what the model says {proof.refused['logits']}. "
+                    f"The rows of this batch cannot be separated: the model's output {proof.refused['logits']}. "
                     "Call once per task with task=."
                 )
             if not proof.refused and len(given) == 1:

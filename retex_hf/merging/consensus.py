@@ -69,7 +69,7 @@ def choose_by_accuracy(
             hopeless = [task for task in tasks if best[task] == 0]
             if hopeless:
                 raise InputError(
-                    f"Task {hopeless[0]!r}: its expert answers no calibration row rightly; check the labels."
+                    f"Task {hopeless[0]!r}: its expert answers no calibration row correctly; check the labels."
                 )
 
             def normalised(scale: float) -> float:

@@ -95,7 +95,7 @@ def sphere_mean(cosines: Tensor, weights: Tensor, max_iterations: int, tolerance
     for _ in range(max_iterations):
         toward = (cosines @ mean).clamp(-1, 1)
         if (toward < COSINE_ERROR - 1).any():
-            return "has one that is opposite to the mean, to which there is no shortest way"
+            return "has one that is opposite to the mean, to which there is no shortest path"
         angles = toward.acos()
         factors = weights * torch.where(angles > 0, angles / angles.sin().clamp(min=1e-300), 1.0)
         step = factors - (factors @ toward) * mean

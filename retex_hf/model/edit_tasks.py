@@ -284,7 +284,7 @@ def _check_request(
     if fixed is not None:
         raise RetexError(
             f"No task can be added, because {fixed!r} of the merged model is quantised or offloaded: load the model "
-            "in plain numbers."
+            "without quantisation and offloading."
         )
 
 
@@ -295,7 +295,7 @@ def _open_base(parts: RetexParts, source: Source, base: Any, token: str | None, 
     """
     if not isinstance(source, AdapterSource):
         if base is not None:
-            raise ConfigError(f"base= is for experts that are adapters; {source.label} is none.")
+            raise ConfigError(f"base= is for experts that are adapters; {source.label} is not one.")
         return None
     if source.own_base:
         if base is not None:
@@ -339,8 +339,8 @@ def _open_expert(
         raise CheckpointError(f"{source.label} has another vocabulary than the trunk that all tasks share.")
     if found is not None and any(n not in heads and whole.shape(n) == shared.shape(n) for n in found.whole):
         raise CheckpointError(
-            f"{source.label} has tokens in other rows than {MERGED}: to be kept whole for every task, its tensors "
-            f"({', '.join(found.whole)}) take a build from all experts."
+            f"{source.label} has tokens in other rows than {MERGED}: storing its tensors "
+            f"({', '.join(found.whole)}) whole for every task takes a build from all experts."
         )
     expert = whole if found is None else aligned_view(whole, shared, found)
     experts = check_experts(inventory, shared, {name: expert}, {name: unexpected}, set(heads))
@@ -356,8 +356,8 @@ def _open_expert(
         shape, expected = checkpoint.shape(n), inventory.shapes[n]
         if n not in heads:
             raise CheckpointError(
-                f"{source.label}: tensor {n!r} has shape {shape}, but {MERGED} has {expected}: to be kept whole for "
-                "every task, it takes a build from all experts."
+                f"{source.label}: tensor {n!r} has shape {shape}, but {MERGED} has {expected}: storing it whole for "
+                "every task takes a build from all experts."
             )
         if len(shape) != len(expected) or shape[1:] != expected[1:]:
             raise CheckpointError(
@@ -436,7 +436,7 @@ def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: flo
     for name in parts.recovery:
         error = parts.errors.get(name)
         if error is None:
-            raise RetexError(f"Nothing says how well {name!r} is recovered for the other tasks: give tolerance=.")
+            raise RetexError(f"The recovery error of {name!r} for the other tasks is not known: give tolerance=.")
         errors[name] = error
     matrices = [error for name, error in errors.items() if parts.recovery[name].layout.kind == MATRIX]
     return errors | dict.fromkeys(joining, median(matrices) if matrices else 0.0)

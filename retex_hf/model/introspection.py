@@ -89,7 +89,7 @@ def may_pass(name: str, value: Any) -> bool:
 def refuse(name: str, wrapped: str, *args: Any, **kwargs: Any) -> None:
     """Refuse a method of the wrapped model that would run or change the merged model alone."""
     raise RetexError(
-        f"{name!r} of {wrapped} knows nothing of tasks: call it on an expert, model.merge_and_unload(task), or on the "
+        f"{name!r} of {wrapped} does not take tasks: call it on an expert, model.merge_and_unload(task), or on the "
         "merged model, model.get_base_model()."
     )
 
@@ -109,10 +109,10 @@ def without_shared_memory(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @torch.compiler.disable(reason=NOT_COMPILED)
 def _uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    _say_once()
+    _warn_once()
     return function(*args, **kwargs)
 
 
 @cache
-def _say_once() -> None:
+def _warn_once() -> None:
     logger.warning(NOT_COMPILED)

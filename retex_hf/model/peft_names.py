@@ -53,9 +53,9 @@ LOADING = {
     "is_trainable": "tasks share what is trained: add the task, save, and load with "
     "RetexModel.from_pretrained(..., is_trainable=True).",
     "torch_device": "the task goes where the model is; device= says where to solve.",
-    "hotswap": "delete_task forgets the task whose place another is to take.",
+    "hotswap": "to replace a task, call delete_task first.",
     "key_mapping": "give the expert as a state dict with the model's own names.",
-    "revision": "write the revision behind the Hub id, org/name@revision.",
+    "revision": "write the revision after the Hub id, org/name@revision.",
 }
 # Likely misspellings of `task` or `adapter_names`, which a `forward` that accepts any keyword would ignore.
 MISSPELT = ("tasks", "task_name", "task_names", "adapter", "adapters", "adapter_name")

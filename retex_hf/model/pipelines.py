@@ -102,13 +102,13 @@ class RoutedPipeline(Pipeline):
             if recorder.routing.abstained is not None:
                 outputs[FAR_KEY] = recorder.routing.abstained.tolist()
         elif self.model.retex_config.labels:
-            raise TaskError("Without recovery nothing says which head to use: leave disable_adapter() for a pipeline.")
+            raise TaskError("Without recovery the head to use is not known: leave disable_adapter() for a pipeline.")
         return outputs
 
     def postprocess(self, model_outputs: Any, *args: Any, **params: Any) -> Any:
         parts = model_outputs if isinstance(model_outputs, list) else [model_outputs]
         task = self._task_of(parts)
-        said = {} if task is None else {"task": task, **self._far_of(parts)}
+        fields = {} if task is None else {"task": task, **self._abstained_of(parts)}
         config = self.model.retex_config
         model: RetexModel | SimpleNamespace = self.model
         if task is not None and task not in config.tasks:
@@ -120,9 +120,9 @@ class RoutedPipeline(Pipeline):
             model = SimpleNamespace(config=self.model.config)
             library_of(self.model.get_base_model()).set_labels(model, labels)
         answer = self._in_place_of_model(model).postprocess(model_outputs, *args, **params)
-        return _saying(answer, said) if said else answer
+        return _add_to(answer, fields) if fields else answer
 
-    def _far_of(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    def _abstained_of(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         """Return whether any part of an input is out-of-distribution; empty if the routing does not abstain."""
         found = [part[FAR_KEY] for part in parts if FAR_KEY in part]
         return {"far": any(far if isinstance(far, bool) else far[0] for far in found)} if found else {}
@@ -144,11 +144,11 @@ def _without_padding(outputs: dict[str, Any], width: int) -> dict[str, Any]:
     return type(outputs)({**outputs, "logits": outputs["logits"][..., :width]})
 
 
-def _saying(answer: Any, said: Mapping[str, Any]) -> Any:
+def _add_to(answer: Any, fields: Mapping[str, Any]) -> Any:
     """Add the task, and whether the input is out-of-distribution, to an answer; leave numeric answers unchanged."""
     if isinstance(answer, list):
-        return [_saying(part, said) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
-    return {**said, **answer} if isinstance(answer, dict) else answer
+        return [_add_to(part, fields) for part in answer] if answer and isinstance(answer[0], dict | list) else answer
+    return {**fields, **answer} if isinstance(answer, dict) else answer
 
 
 class RetexTextClassificationPipeline(RoutedPipeline, TextClassificationPipeline):
@@ -259,8 +259,8 @@ def _refuse_merged_by_name(model: Any) -> None:
         return
     if found:
         raise InputError(
-            f"{name} is a ReTeX artifact, of which transformers has loaded the merged model alone: give "
-            "pipeline(model=RetexModel.from_pretrained(...)), or, if it is meant, its get_base_model()."
+            f"{name} is a ReTeX artifact, from which transformers has loaded only the merged model: give "
+            "pipeline(model=RetexModel.from_pretrained(...)), or, to run the merged model, its get_base_model()."
         )
 
 

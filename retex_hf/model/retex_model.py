@@ -263,7 +263,7 @@ class RetexModel(RoutedModel):
         """
         if further or isinstance(pretrained_model_name_or_path, nn.Module):
             raise ConfigError(
-                "An artifact holds its own merged model: RetexModel.from_pretrained(folder), without one."
+                "An artifact holds its own merged model: call RetexModel.from_pretrained(folder) without one."
             )
         placement = parse_placement(device, device_map)
         folder = hub.find_artifact(
@@ -503,7 +503,7 @@ class RetexModel(RoutedModel):
         if progressbar:
             raise ConfigError("An expert is recovered at once, without steps to show: leave out progressbar=True.")
         if task is not None and adapter_names is not None:
-            raise TaskError("task and adapter_names say the same: give one of them.")
+            raise TaskError("task and adapter_names mean the same: give one of them.")
         state = self._state
         active = as_active(task if adapter_names is None else adapter_names, state.tasks) or state.active
         if active is None:
@@ -530,7 +530,7 @@ class RetexModel(RoutedModel):
             (2, 384)
         """
         if self.side_folder is None:
-            raise ConfigError("The model came without a tokenizer: nothing makes batches of sentences.")
+            raise ConfigError("The model has no tokenizer, so it cannot encode sentences.")
         files = vetted_side_files(self.side_folder, reading.read_side_files(self.side_folder))
         runs = self if task is None else self.merge_and_unload(task)
         return sentence_modules.sentence_transformer(cast("PreTrainedModel", self.model), runs, files)

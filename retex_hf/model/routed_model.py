@@ -219,7 +219,7 @@ class RoutedModel(nn.Module):
         if not labels or logits is None or logits.ndim != 2:
             raise RetexError(f"predict needs one classification per row; {type(self.model).__name__} gives none.")
         if output.routing is None:
-            raise TaskError("Without recovery nothing says which head to use: name the task with task=.")
+            raise TaskError("Without recovery the head to use is not known: name the task with task=.")
         read = [best_label(row, labels[name]) for name, row in zip(output.routing.tasks, logits, strict=True)]
         rows = zip(output.routing.tasks, read, strict=True)
         answers = [{"task": name, "label": label, "score": score} for name, (label, score) in rows]
@@ -443,7 +443,7 @@ class RoutedModel(nn.Module):
             return partial(self._entry_point, name)
         if isinstance(value, nn.Module):
             raise AttributeError(
-                f"{name!r} is a part of the merged model, and knows nothing of tasks: model.get_base_model().{name}, "
+                f"{name!r} is a part of the merged model, and does not take tasks: model.get_base_model().{name}, "
                 f"or that of an expert, model.merge_and_unload(task).{name}."
             )
         return value if may_pass(name, value) else partial(refuse, name, type(self.model).__name__)

@@ -134,7 +134,7 @@ class Snapshot:
         """
         kwargs = self.bind(method, args, kwargs)
         if task is not None and names is not None:
-            raise TaskError("task= and adapter_names= say the same: give one of them.")
+            raise TaskError("task= and adapter_names= mean the same: give one of them.")
         task = self.active if task is None and names is None and recovered else task
         if task is None and names is None and not recovered:
             self._require_merged_tokens(kwargs)
@@ -179,7 +179,7 @@ class Snapshot:
         learns = kwargs.get("labels") is not None and training and torch.is_grad_enabled()
         if learns and routing.abstained is not None and routing.weights is not None and not routing.weights.any():
             raise InputError(
-                "All rows of this batch are far from every task and run on the merged model, which is not trained: "
+                "All rows of this batch are out of distribution and run on the merged model, which is not trained: "
                 'name the task with task=, or set model.routing = "hard" for training.'
             )
 
@@ -218,8 +218,8 @@ class Snapshot:
         for name, parameter in list(parameters.items())[: len(args)]:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
                 raise InputError(
-                    f"{method} of {type(self.parts.model).__name__} takes {name!r} without a name, which no row "
-                    "can be taken from: give its arguments names."
+                    f"{method} of {type(self.parts.model).__name__} takes {name!r} by position, so its "
+                    "rows cannot be found: pass its arguments by name."
                 )
         names = list(parameters)
         if len(args) > len(names):

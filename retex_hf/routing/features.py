@@ -46,7 +46,7 @@ ACCOMPANIMENT = frozenset({"attention_mask", "position_ids", "token_type_ids"})
 
 
 # If a model drops positions by their content and pads the rest, a row's output depends on the other rows.
-UNEVEN = "gives other numbers of positions to other rows of the same size"
+UNEVEN = "gives different numbers of positions to rows of the same size"
 
 
 class _FeaturesReady(Exception):
@@ -264,7 +264,7 @@ class FeatureExtractor:
             return "does not run when features are computed"
         found = next(_numbers(outputs[layer], layer), None)
         if found is None:
-            return "gives no numbers"
+            return "gives no floating-point tensor"
         path, hidden = found
         place = proof.places.get(path)
         if not isinstance(place, (Along, AlongItems)):
@@ -273,7 +273,7 @@ class FeatureExtractor:
         axes = axes_by_size(hidden.shape, others, self.model.get_submodule(layer))
         axis = axes[0] if len(axes) == 1 else self._axis_by_change(layer, some, axes)
         if axis is None:
-            return f"has an output {tuple(hidden.shape)} of which nothing says which axis holds the features"
+            return f"has an output of shape {tuple(hidden.shape)}, whose axis of features is ambiguous"
         return Layout(place, axis)
 
     def _axis_by_change(self, layer: str, kwargs: Mapping[str, Any], axes: list[int]) -> int | None:
@@ -337,7 +337,7 @@ def first_tensor(output: Any) -> Tensor:
     found = next(_numbers(output), None)
     if found is None:
         raise RetexError(
-            f"The model gives a {type(output).__name__} without floating-point numbers, by which outputs are compared."
+            f"The model gives a {type(output).__name__} without floating-point numbers to compare outputs by."
         )
     return found[1]
 

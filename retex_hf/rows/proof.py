@@ -19,7 +19,7 @@ from ..errors import InputError, RetexError, first_line
 from ..utils.records import is_record, record_fields
 from .ownership import Reading, entries_of
 
-DEPENDS = "is not of each row the same alone and together with others"
+DEPENDS = "differs between a row alone and the same row in a batch"
 # Relative to the largest number in a field: rounding differs with the other rows of a batch.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 ROUGH = 5e-2
@@ -181,7 +181,7 @@ def prove(
 
 def _apart(error: Exception) -> str:
     reason = f"{type(error).__name__}: {first_line(error)}"
-    return f"The rows of this batch cannot be taken apart ({reason}): call once per task with task=."
+    return f"The rows of this batch cannot be separated ({reason}): call once per task with task=."
 
 
 def take(tensor: Tensor, place: Place, reading: Reading, batch: Tensor, positions: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ def _compare(
             places[path] = found
         elif tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex()):
             # A count or an `any` over the rows may be equal by chance.
-            refused[path] = "is one whole number for all rows"
+            refused[path] = "is one integer for all rows"
         elif all(other is not None and tensor.shape == other.shape and _equal(tensor, other) for other in others):
             places[path] = Shared(tensor.ndim)
         elif any(other is None or other.ndim != tensor.ndim for other in others):
-            refused[path] = "has another form when there are fewer rows"
+            refused[path] = "has another structure when there are fewer rows"
         else:
             refused[path] = DEPENDS
     values = [dict(plain_values(gives)) for gives in alone_give]

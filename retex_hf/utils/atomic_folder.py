@@ -72,7 +72,7 @@ def check_target(folder: str | Path) -> Path:
     if state is not None and not stat.S_ISDIR(state.st_mode):
         raise ArtifactError(f"{path} is {kind_of(state)}; expected a folder to save into.")
     if is_unfinished(path):
-        raise ArtifactError(f"{path} has a name of folders that are being written: expected another name.")
+        raise ArtifactError(f"{path} has the name of a staging folder: expected another name.")
     heal(path)
     return path
 
@@ -81,7 +81,7 @@ def check_movable(folder: str | Path) -> Path:
     """Do as `check_target`, and refuse a folder that cannot be replaced as a whole."""
     path = check_target(folder)
     if path.is_mount():
-        raise ArtifactError(f"{path} is where a disk is mounted, and cannot be replaced: expected a folder inside.")
+        raise ArtifactError(f"{path} is a mount point and cannot be replaced: expected a folder inside.")
     _check_writable(path)
     return path
 
@@ -110,7 +110,7 @@ def replacing(folder: str | Path, own_files: Sequence[str] = ()) -> Iterator[Pat
     folder = check_movable(folder)
     with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
         _put_back(parent, folder.name)
-        _clear_left(parent, folder.name, SAVING)
+        _clear_leftovers(parent, folder.name, SAVING)
         name = _make_staging(parent, folder.name, SAVING)
         try:
             with parent.inside(name) as staging:
@@ -119,7 +119,7 @@ def replacing(folder: str | Path, own_files: Sequence[str] = ()) -> Iterator[Pat
                 _replace(staging, parent, folder.name, own_files)
         finally:
             if parent.state(folder.name) is not None or not _holds_retired(parent, name):
-                _remove_or_say(parent, name)
+                _remove_or_warn(parent, name)
 
 
 def _saving(parent: OpenFolder, folder: Path) -> AbstractContextManager[None]:
@@ -143,7 +143,7 @@ def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequ
         sync(new)
         with _same_current_folder(folder):
             try:
-                _change_places(staging, parent, name)
+                _exchange(staging, parent, name)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
@@ -155,7 +155,7 @@ def _replace(staging: OpenFolder, parent: OpenFolder, name: str, own_files: Sequ
     sync_one(parent.path)
 
 
-def _change_places(staging: OpenFolder, parent: OpenFolder, name: str) -> None:
+def _exchange(staging: OpenFolder, parent: OpenFolder, name: str) -> None:
     if staging.exchange(NEW, parent, name):
         return
     parent.rename(name, staging, RETIRED)
@@ -182,7 +182,7 @@ def _same_current_folder(folder: Path) -> Iterator[None]:
 
 
 def heal(folder: Path) -> None:
-    """Restore a folder that a kill between the two renames of `_change_places` left under its retired name."""
+    """Restore a folder that a kill between the two renames of `_exchange` left under its retired name."""
     if lstat(folder) is not None:
         return
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def heal(folder: Path) -> None:
             return
         with write_errors(folder), _saving(parent, folder):
             _put_back(parent, folder.name)
-            _clear_left(parent, folder.name, SAVING)
+            _clear_leftovers(parent, folder.name, SAVING)
 
 
 def _put_back(parent: OpenFolder, name: str) -> None:
@@ -229,7 +229,7 @@ def remove(folder: Path) -> None:
     """
     folder = check_movable(folder)
     with write_errors(folder), OpenFolder.open(folder.parent) as parent, _saving(parent, folder):
-        _clear_left(parent, folder.name, SAVING)
+        _clear_leftovers(parent, folder.name, SAVING)
         if parent.state(folder.name) is None:
             return
         name = _make_staging(parent, folder.name, SAVING)
@@ -237,7 +237,7 @@ def remove(folder: Path) -> None:
             with parent.inside(name) as staging:
                 parent.rename(folder.name, staging, REMOVED)
         finally:
-            _remove_or_say(parent, name)
+            _remove_or_warn(parent, name)
 
 
 def keep_files(old: Path, new: Path, leave: Sequence[str] = ()) -> None:
@@ -275,7 +275,7 @@ def _keep_files(old: OpenFolder, new: OpenFolder, leave: tuple[str, ...] = ()) -
             link(old.held / name, new.held / name)
         else:
             file = named(old.held / name)
-            raise ArtifactError(f"{file} is {kind_of(state)}, which is no part of a saved folder: remove it.")
+            raise ArtifactError(f"{file} is {kind_of(state)}, which is not part of a saved folder: remove it.")
 
 
 def link(file: Path, copy: Path) -> None:
@@ -290,7 +290,7 @@ def link(file: Path, copy: Path) -> None:
         if error.filename != os.fspath(file):
             raise
         raise WriteError(
-            f"{named(file)} may not be read, so it cannot be kept: remove it, or let it be read."
+            f"{named(file)} is not readable, so it cannot be kept: remove it, or make it readable."
         ) from None
 
 
@@ -367,7 +367,7 @@ def workshop(target: Path, identity: dict[str, Any], resume: bool) -> Iterator[P
             name = None
         if name is None:
             unfinished_builds.forget(target)  # first, so that a partly cleared folder is never resumed
-        _clear_left(parent, target.name, BUILDING, keep=name)
+        _clear_leftovers(parent, target.name, BUILDING, keep=name)
         if name is None:
             name = _make_staging(parent, target.name, BUILDING)
             with parent.inside(name) as staging:
@@ -417,7 +417,7 @@ def _is_work_of(parent: OpenFolder, name: str, identity: dict[str, Any]) -> bool
 
 def _end_build(parent: OpenFolder, target: Path, name: str) -> None:
     unfinished_builds.forget(target)
-    _remove_or_say(parent, name)
+    _remove_or_warn(parent, name)
 
 
 # ---- staging folders and locks ---------------------------------------------------------------------------------------
@@ -436,14 +436,14 @@ def _stagings(parent: OpenFolder, name: str, kind: str) -> list[str]:
     return [entry for entry in parent.names() if pattern.fullmatch(entry) and parent.has_folder(entry)]
 
 
-def _clear_left(parent: OpenFolder, name: str, kind: str, keep: str | None = None) -> None:
+def _clear_leftovers(parent: OpenFolder, name: str, kind: str, keep: str | None = None) -> None:
     """Remove the staging folders that killed processes left; the caller holds their lock."""
     for staging in _stagings(parent, name, kind):
         if staging != keep:
-            _remove_or_say(parent, staging)
+            _remove_or_warn(parent, staging)
 
 
-def _remove_or_say(parent: OpenFolder, name: str) -> None:
+def _remove_or_warn(parent: OpenFolder, name: str) -> None:
     """Remove a folder that is no longer needed; if that fails, only warn, because a leftover does no harm."""
     try:
         parent.remove(name)
@@ -488,7 +488,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         try:
             yield place
         finally:
-            _remove_or_say(parent, place.name)
+            _remove_or_warn(parent, place.name)
             lock.release()
 
 
@@ -510,5 +510,5 @@ def _remove_if_left(parent: OpenFolder, name: str) -> None:
     lock = FileLock(parent.path / name / LOCK_NAME)
     with suppress(Timeout, OSError):  # in use, just removed, or its lock is not a file
         lock.acquire(timeout=0)
-        _remove_or_say(parent, name)
+        _remove_or_warn(parent, name)
         lock.release()

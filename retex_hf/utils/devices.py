@@ -63,7 +63,7 @@ def one_device(device_map: Any) -> torch.device:
         device_map = device_map[""]
     if isinstance(device_map, Mapping) or device_map in (*SPREAD, "disk"):
         raise ConfigError(
-            f"this model goes to one device, not where device_map={brief(device_map)} says: give device=."
+            f"this model goes to one device, which rules out device_map={brief(device_map)}: give device=."
         )
     return CPU if device_map is None else torch.device(device_map)
 
@@ -121,7 +121,7 @@ def enough_memory(work: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise RetexError(f"The device has not enough memory to {work}: take another, such as the CPU.") from None
+        raise RetexError(f"The device does not have enough memory to {work}: take another, such as the CPU.") from None
 
 
 def _short(error: Exception) -> str:

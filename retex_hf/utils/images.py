@@ -74,11 +74,9 @@ def _read(file: IO[bytes], size: int, name: str, most_pixels: int, seconds: floa
     try:
         answered = _DECODER.ask(file, size, most_pixels, seconds)
     except TimeoutError:
-        raise TooSlow(
-            f"{name} takes longer to decode than {seconds:.0f} seconds, which is what an image may."
-        ) from None
+        raise TooSlow(f"{name} takes longer to decode than {seconds:.0f} seconds, the limit for an image.") from None
     if answered is None:
-        raise Unreadable(f"{name} is not an image that can be read: it is none of {', '.join(FORMATS)}, or damaged.")
+        raise Unreadable(f"{name} is not an image that can be read: it is damaged, or not one of {', '.join(FORMATS)}.")
     if isinstance(answered, tuple):
         width, height = answered
         raise TooManyPixels(f"{name} has {width} x {height} pixels; at most {most_pixels} are read.")

@@ -32,7 +32,7 @@ def as_path(typed: str | os.PathLike[str], error: type[RetexError] = ArtifactErr
     except OSError as problem:  # a name that is too long, a folder that may not be entered, a link to itself
         raise error(f"{shown} cannot be used: {problem.strerror}.") from None
     except ValueError:
-        raise error(f"{shown} cannot be used: it holds a character that no path has.") from None
+        raise error(f"{shown} cannot be used: it holds a character that no path may have.") from None
     if is_there and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         raise error(f"{shown} cannot be read: Permission denied.")
     return path

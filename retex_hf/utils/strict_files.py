@@ -76,7 +76,7 @@ def parse_json(
     >>> parse_json('{"rank": 8, "rank": 64}', "config.json", ConfigError)
     Traceback (most recent call last):
     ...
-    retex_hf.errors.ConfigError: config.json is not valid JSON: the key 'rank' stands twice.
+    retex_hf.errors.ConfigError: config.json is not valid JSON: the key 'rank' appears twice.
     """
     try:
         _check_levels(text)
@@ -187,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {brief(key)} stands twice")
+        raise ValueError(f"the key {brief(key)} appears twice")
     return values
 
 
@@ -262,12 +262,12 @@ def _check_keys(node: yaml.MappingNode) -> None:
             merges = key.tag == "tag:yaml.org,2002:merge"
             value = key.value if merges else yaml.SafeLoader("").construct_object(key)
             if value in seen:
-                raise ValueError(f"the key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+                raise ValueError(f"the key {key.value!r} appears twice (line {key.start_mark.line + 1})")
             seen.add(value)
 
 
 def _reason(problem: Exception) -> str:
     """Return PyYAML's complaint and its line number in one line; its own messages have several."""
-    mark, said = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
-    reason = (said or first_line(problem)).rstrip(".")
+    mark, problem_text = getattr(problem, "problem_mark", None), getattr(problem, "problem", None)
+    reason = (problem_text or first_line(problem)).rstrip(".")
     return reason if mark is None else f"{reason} (line {mark.line + 1})"

@@ -36,8 +36,8 @@ def note(target: Path, name: str, inode: int) -> None:
             file.chmod(stat.S_IRUSR | stat.S_IWUSR)
     except OSError as error:
         logger.warning(
-            "%s cannot be written (%s), so this build cannot be resumed if it is interrupted: set HF_HOME to a folder "
-            "that can.",
+            "%s cannot be written (%s), so this build cannot be resumed if it is interrupted: set HF_HOME to a "
+            "writable folder.",
             path,
             error.strerror or error,
         )

@@ -76,7 +76,7 @@ def evaluate_model(
     """
     readout = predictor.readout
     if readout is None:
-        raise EvaluationError("The model gives features only: nothing of it can be right or wrong.")
+        raise EvaluationError("The model gives features only, so it has no answers to evaluate.")
     missing = [task for task in predictor.model.tasks if task not in {test.name for test in tests}]
     if missing:
         raise EvaluationError(f"There is no test data for task {missing[0]!r}.")

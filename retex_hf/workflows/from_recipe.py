@@ -193,7 +193,7 @@ def differences(recipe: Recipe) -> list[str]:
     found = [f"the artifact went on to {what}, which no recipe can repeat" for what in recipe.unrecorded]
     for package, made_with in recipe.made_with.items():
         if version(package) != made_with:
-            found.append(f"it was made with {package} {made_with}, and here is {version(package)}")
+            found.append(f"it was made with {package} {made_with}, but {version(package)} is installed")
     return found
 
 

@@ -43,10 +43,10 @@ def inspect_artifact(folder: Path, *, spectra: bool = True, progress: bool = Tru
     signatures = section.get("signatures")
     heads = section.get("heads")
     if not isinstance(heads, dict) or not all(isinstance(head, dict) for head in heads.values()):
-        raise ArtifactError(f"{folder / CONFIG_NAME}: the heads are described by {brief(heads)}.")
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the heads are not valid: {brief(heads)}.")
     is_described = isinstance(signatures, dict) and isinstance(signatures.get("feature_layer"), str)
     if signatures is not None and not is_described:
-        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are described by {brief(signatures)}.")
+        raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are not valid: {brief(signatures)}.")
     return {
         "library": section["library"],
         "format_version": section["format_version"],

@@ -78,7 +78,7 @@ class Predictor:
         self.classes = {task: list(names) for task, names in (classes or {}).items()}
         self.kind = answer_kind(model, classes is not None)
         if classes is not None and self.kind != ZERO_SHOT:
-            raise InputError("Classes are named for models of images and texts only; this one has answers of its own.")
+            raise InputError("Classes can be named for models of images and texts only; this one has its own answers.")
         self.readout = self._readout(prompt, generate)
         # Tokens must be decoded by the tokenizer that made them.
         self._own_readouts = {
@@ -265,7 +265,7 @@ def preprocessor_of(model: RetexModel, max_length: int | None = None, task: str 
     """
     folder = None if model.side_folder is None else model.tokenizer_folder(task)
     if folder is None:
-        raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of raw inputs.")
+        raise ConfigError("The model has no tokenizer or processor, so it takes no raw inputs.")
     length = (model.recipe or RecipeRecord()).references().get("max_length") if max_length is None else max_length
     tokens = None if task is None else model.retex_config.vocabulary.get(task, {}).get("size")
     return load_preprocessor(folder, model.model, max_length=length, tokens=tokens)

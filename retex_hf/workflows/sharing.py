@@ -47,7 +47,7 @@ def push_folder(
     read_side_files(folder)
     if library_of(parts.model) is plain_modules:
         raise ArtifactError(
-            f"{folder} was built from modules of a class of its author's own, which its card names: push it with "
+            f"{folder} was built from modules of a custom class, which its card names: push it with "
             "RetexModel.from_pretrained(FOLDER, make_model=...).push_to_hub(...)."
         )
     recorded = hub.Recorded(folder, read_manifest(folder, section), _read_sealed(folder, section["seal"]))
@@ -73,5 +73,5 @@ def _read_sealed(folder: Path, expected: str) -> bytes:
     content = read_file(path, ArtifactError)
     values = parse_json(content.decode(errors="replace"), str(path), ArtifactError)
     if not isinstance(values.get("artifact"), dict) or seal(values) != expected:
-        raise ArtifactError(f"{folder} was saved anew while it was read: push it when it is no longer saved.")
+        raise ArtifactError(f"{folder} was saved again while it was read: push it when it is no longer being saved.")
     return content

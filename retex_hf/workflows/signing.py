@@ -57,7 +57,7 @@ class References:
     def preprocessor(self, side_folder: Path | None, model: nn.Module) -> Preprocessor:
         """Load the preprocessor of a model whose tokenizer or processor is in a folder."""
         if side_folder is None:
-            raise ConfigError("The model came without a tokenizer or processor: nothing makes batches of the data.")
+            raise ConfigError("The model has no tokenizer or processor, so it takes no raw data.")
         return load_preprocessor(side_folder, model, max_length=self.max_length)
 
     def draw(

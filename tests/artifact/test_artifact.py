@@ -228,7 +228,7 @@ def test_a_missing_or_truncated_file_is_named(folder, name):
         (lambda v: v["artifact"]["recovery"].update(ghost={"kind": "vector", "shape": [4]}), "lacks 'ghost.shared'"),
         (lambda v: v["artifact"]["recovery"].update(ghost={"kind": "spiral", "shape": [4]}), "recovery of 'ghost'"),
         (lambda v: v["artifact"]["recovery"].update(ghost=None), "recovery of 'ghost'"),
-        (lambda v: v["artifact"]["signatures"].update(width="wide"), "signatures are described by"),
+        (lambda v: v["artifact"]["signatures"].update(width="wide"), "signatures are not valid"),
         (lambda v: v["artifact"]["signatures"].update(width=3), "'basis' has shape|'mean' has shape"),
         (lambda v: v["artifact"]["heads"]["red"].update({"classifier.bias": [7]}), "'red/classifier.bias' has shape"),
     ],

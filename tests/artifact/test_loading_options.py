@@ -42,5 +42,5 @@ def test_attention_is_chosen_as_in_transformers(tmp_path):
 def test_open_clip_takes_none(tmp_path):
     model, _ = build_retex("open_clip-vit", rank=3)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match="OpenCLIP model is loaded without 'offload_folder'"):
+    with pytest.raises(ArtifactError, match="OpenCLIP model takes no 'offload_folder'"):
         RetexModel.from_pretrained(tmp_path, offload_folder="off")

@@ -211,7 +211,7 @@ def test_a_folder_saved_anew_while_it_is_read_is_refused(hub, folder, tmp_path, 
         return found
 
     monkeypatch.setattr("retex_hf.workflows.sharing.read_side_files", replace)
-    with pytest.raises(ArtifactError, match="was saved anew while it was read"):
+    with pytest.raises(ArtifactError, match="was saved again while it was read"):
         push_folder(folder, REPO, token=WRITE)
     assert hub.requests == []
 

@@ -182,7 +182,7 @@ def test_threads_of_an_artifact_are_not_obeyed_beyond_reason(threads):
         {"base": ["a"]},
     ],
 )
-def test_a_recipe_of_a_stranger_holds_what_it_must_or_is_refused(recipe):
+def test_an_untrusted_recipe_holds_what_it_must_or_is_refused(recipe):
     with pytest.raises(ConfigError, match="the artifact's recipe must"):
         record = RecipeRecord(recipe)
         (record.data_of(["a"]), record.references(), record.experts, record.base)

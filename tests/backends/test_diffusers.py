@@ -74,7 +74,7 @@ def test_rows_run_on_their_experts_and_diffusers_opens_the_artifact(make, tmp_pa
 def test_no_other_class_is_taken_by_its_name(name, tmp_path: Path):
     pytest.importorskip("diffusers")
     folder = _folder(tmp_path, name)
-    with pytest.raises(CheckpointError, match=r"no model class of diffusers|plain word"):
+    with pytest.raises(CheckpointError, match=r"not a model class of diffusers|plain word"):
         RetexModel.from_experts(folder, {"a": folder}, progress=False)
 
 

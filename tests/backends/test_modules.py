@@ -142,7 +142,7 @@ def test_without_the_function_it_says_what_to_give(built, tmp_path: Path):
         RetexModel.from_pretrained(tmp_path / "net", make_model=Net())
     with pytest.raises(ConfigError, match=r"must make an nn\.Module, not a int"):
         RetexModel.from_pretrained(tmp_path / "net", make_model=lambda: 3)
-    with pytest.raises(ArtifactError, match="loaded without 'offload_folder'"):
+    with pytest.raises(ArtifactError, match="takes no option 'offload_folder'"):
         RetexModel.from_pretrained(tmp_path / "net", make_model=Net, offload_folder="there")
 
 
@@ -231,7 +231,7 @@ class Nameless(nn.Linear):
 def test_arguments_without_names_are_refused():
     base = Nameless(3, 3)
     model = RetexModel.from_experts(base, {"a": base}, progress=False)
-    with pytest.raises(InputError, match="'inputs' without a name"):
+    with pytest.raises(InputError, match="'inputs' by position"):
         model(torch.randn(2, 3), task="a")
 
 

@@ -221,7 +221,7 @@ def test_attributes_of_a_users_own_class_are_warned_of(caplog):
     assert model.tasks == ["a", "b"]
     (said,) = warnings_of(caplog)
     assert "expert 'b'" in said
-    assert "'k' of the model (a Wrapped) is 4, not 3 as in the other experts (and 1 more such)" in said
+    assert "'k' of the model (a Wrapped) is 4, not 3 as in the other experts (and 1 more)" in said
 
 
 def test_a_note_on_a_librarys_module_is_warned_of(caplog):

@@ -215,7 +215,7 @@ def test_consensus_is_chosen_on_validation_data():
     assert set(found["thresholds"]) == set(TASKS) and 0 < found["scale"] <= 1
     # The choice depends on the labels.
     hopeless = {task: TaskData(task, data.inputs, [99] * len(data)) for task, data in material.validation.items()}
-    with pytest.raises(InputError, match="answers no calibration row rightly"):
+    with pytest.raises(InputError, match="answers no calibration row correctly"):
         learned_merge(replace(material, validation=hopeless, shared={}), "consensus", 16)
 
 

@@ -380,7 +380,7 @@ def test_folder_of_several_adapters(base, folder, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(folder, adapters / name)
     refuse(
-        r"several holds adapters in folders \['one', 'two'\]: name one of them behind it, as '.../one'", base, adapters
+        r"several holds adapters in folders \['one', 'two'\]: append the name of one, as in '.../one'", base, adapters
     )
 
 
@@ -421,10 +421,10 @@ INFINITE, NO_NUMBER = float("inf"), float("nan")
             for alpha in (1e308, NO_NUMBER, "1", False)
         ],
         ({"rank_pattern": {"(?i)query": 2}}, "rank_pattern of its configuration has '.*i.query', which has a group"),
-        ({"alpha_pattern": {"(?x:([^!]+) +)!": 2}}, "has a group that is more than a group: expected names"),
+        ({"alpha_pattern": {"(?x:([^!]+) +)!": 2}}, "has a group that is not a plain one: expected names"),
         ({"use_rslora": "false"}, "use_rslora of its configuration must be true or false, not 'false'"),
-        ({"target_parameters": [5]}, "must name what it adapts by texts, not 5"),
-        ({"auto_mapping": {"base_model_class": 5}}, "must name what it adapts by texts, not 5"),
+        ({"target_parameters": [5]}, "must name what it adapts as text, not 5"),
+        ({"auto_mapping": {"base_model_class": 5}}, "must name what it adapts as text, not 5"),
         ({"peft_type": {"a": "x" * 999}}, "is a PEFT adapter of type .{60}[.]{3}, which is not known here"),
     ],
 )  # fmt: skip
@@ -510,7 +510,7 @@ def test_parameters_that_the_model_does_not_have(base, folder, module):
 
 
 def test_a_class_that_is_none(base, folder):
-    says = "^the adapter asks for 'AutoModel', which is no model class of transformers"
+    says = "^the adapter asks for 'AutoModel', which is not a model class of transformers"
     refuse(says, base, change(folder, auto_mapping={"base_model_class": "AutoModel"}))
 
 
@@ -518,7 +518,7 @@ def test_a_tensor_under_two_names(base, folder):
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {f"{QUERY.removeprefix('base_model.model.')}.lora_A.weight": torch.ones(4, 16)}, file)
-    refuse("holds two tensors that are 'lora_A.weight' of the model", base, folder)
+    refuse("holds two tensors for 'lora_A.weight' of the model", base, folder)
 
 
 def test_nothing_is_logged(base, folder, caplog):

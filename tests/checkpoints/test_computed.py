@@ -59,5 +59,5 @@ def test_experts_from_files_and_from_memory(marian, on_disk, tmp_path: Path):
 def test_other_numbers_are_refused(marian):
     experts = experts_of(marian)
     experts["red"].model.encoder.embed_positions.weight.data += 0.1
-    with pytest.raises(CheckpointError, match=f"'{COMPUTED}' is computed by MarianMTModel and kept in no file"):
+    with pytest.raises(CheckpointError, match=f"'{COMPUTED}' is computed by MarianMTModel and stored in no file"):
         RetexModel.from_experts(marian, experts, RetexConfig(rank="full"), progress=False)

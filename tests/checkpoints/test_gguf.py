@@ -101,7 +101,7 @@ def test_several_files(tmp_path):
     model = make()
     for name in ("a", "b"):
         write(model, tmp_path / f"{name}.gguf")
-    refuse("holds 2 GGUF files: give one of them, as .*a.gguf", model, tmp_path)
+    refuse("holds 2 GGUF files: give one of them, such as .*a.gguf", model, tmp_path)
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, 200, 5000, -1])
@@ -109,7 +109,7 @@ def test_damaged_files(length, tmp_path):
     model = make()
     file = write(model, tmp_path / "expert.gguf")
     file.write_bytes(file.read_bytes()[:length])
-    refuse("expert.gguf(' )?.*(is not a GGUF file that can be read|is not all in the file)", model, file)
+    refuse("expert.gguf(' )?.*(is not a GGUF file that can be read|is not completely in the file)", model, file)
 
 
 def test_without_the_package(tmp_path, monkeypatch):

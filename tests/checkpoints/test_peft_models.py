@@ -275,7 +275,7 @@ def test_add_task_refuses_what_a_build_refuses(base):
     expert.base_model.disable_adapter_layers()
     with pytest.raises(CheckpointError, match=r"^expert 'new' is a PeftModel whose adapter is disabled in 'model\."):
         model.add_task("new", expert, progress=False)
-    with pytest.raises(ConfigError, match="base= is for experts that are adapters; expert 'new' is none"):
+    with pytest.raises(ConfigError, match="base= is for experts that are adapters; expert 'new' is not one"):
         model.add_task("new", shift(base), base=base, progress=False)
 
 

@@ -271,7 +271,11 @@ def refuse(message: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "settings", "message"),
     [
-        ("gptq", {"quant_method": "hqq"}, "is quantised by 'hqq', which is not read .read are awq, .*model.dequantize"),
+        (
+            "gptq",
+            {"quant_method": "hqq"},
+            "is quantised by 'hqq', which is not read .supported: awq, .*model.dequantize",
+        ),
         ("gptq", {"quant_method": ["gptq"]}, "is quantised by .'gptq'., which is not read"),
         ("gptq", {"bits": 3}, "quantised by gptq with bits=3, expected 2, 4 or 8"),
         ("gptq", {"bits": 8}, "tensor '.*g_idx' has shape .* which gptq does not write for its configuration"),
@@ -310,7 +314,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
             torch.zeros(5).byte(),
             "does not hold what bitsandbytes writes",
         ),
-        ("fp8", "weight_scale_inv", None, "q_proj.weight' is of eight bits, without a scale"),
+        ("fp8", "weight_scale_inv", None, "q_proj.weight' has eight bits and no scale"),
         ("compressed, pack-quantized", "weight_zero_point", torch.ones(1), "weight_zero_point', which is not read"),
     ],
 )
@@ -325,7 +329,7 @@ def test_tensors_that_are_refused(form, part, tensor, message, llama, tmp_path):
 def test_plain_weights_with_a_quantization_config(llama, tmp_path):
     llama.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refuse("config.json has a quantization_config of gptq, but no tensor is packed so: take it out", tmp_path)
+    refuse("config.json has a quantization_config of gptq, but no tensor is packed that way: remove it", tmp_path)
 
 
 def test_a_model_whose_layers_are_the_other_way_round(tmp_path):

@@ -84,7 +84,7 @@ def test_nothing_else_is_fetched(hub, tmp_path):
         (f"{REPO}/full/deeper", "expert 'red': the repository 'org/experts' has no folder 'full/deeper'"),
         (
             f"{REPO}/adapters",
-            r"holds adapters in folders \['loha', 'lora'\]: name one of them behind it, as '.../loha'",
+            r"holds adapters in folders \['loha', 'lora'\]: append the name of one, as in '.../loha'",
         ),
         (f"{REPO}/../full", "is not the name of a folder within a repository"),
         (f"{REPO}/f*", "is not the name of a folder within a repository"),

@@ -313,8 +313,8 @@ def test_folder_without_weights(base, experts, tmp_path):
     [
         ("{", r"config\.json is not valid JSON: Expecting property name"),
         ("[]", r"config\.json must hold a JSON object, not a list"),
-        ('{"architectures": ["Nonesuch"]}', r"config\.json asks for 'Nonesuch', which is no model class"),
-        ('{"architectures": ["pipeline"]}', r"config\.json asks for 'pipeline', which is no model class"),
+        ('{"architectures": ["Nonesuch"]}', r"config\.json asks for 'Nonesuch', which is not a model class"),
+        ('{"architectures": ["pipeline"]}', r"config\.json asks for 'pipeline', which is not a model class"),
         (
             '{"architectures": ["BertModel"], "model_type": "bert", "hidden_size": "x"}',
             "config.json cannot be read: .*hidden_size",
@@ -437,10 +437,10 @@ def test_experts_with_other_whole_numbers_are_refused():
     base, other = Permuted([0, 1, 2, 3]), Permuted([3, 2, 1, 0])
     other.load_state_dict({**base.state_dict(), "order": other.order})
     same = deepcopy(base)
-    message = "expert 'blue'.*: tensor 'order' holds other whole numbers than in .*expert 'red'"
+    message = "expert 'blue'.*: tensor 'order' holds other integers than in .*expert 'red'"
     refuse(message, base, {"red": same, "blue": other})
     model = RetexModel.from_experts(base, {"red": same, "blue": deepcopy(same)}, RetexConfig(rank=2))
-    with pytest.raises(CheckpointError, match="tensor 'order' holds other whole numbers than in the merged model"):
+    with pytest.raises(CheckpointError, match="tensor 'order' holds other integers than in the merged model"):
         model.add_task("green", other)
 
 

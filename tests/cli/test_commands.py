@@ -64,7 +64,7 @@ def test_flags_reach_the_build(built):
 def test_the_stored_recipe_gives_the_same_files(built, tmp_path, capsys):
     assert main(["build", str(built), "--output-dir", str(tmp_path / "again")]) == 0
     assert files(tmp_path / "again") == files(built)
-    assert "not bit for bit" not in capsys.readouterr().out
+    assert "not reproduced bit for bit" not in capsys.readouterr().out
 
 
 def test_a_build_says_the_mean_of_the_errors_that_are_known(built, tmp_path, monkeypatch, capsys):
@@ -268,7 +268,7 @@ def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys
 
 
 @pytest.mark.parametrize("named", ["org/private-data", "{home}/.ssh/id_ed25519", "/etc/passwd"])
-def test_what_a_strangers_recipe_names_is_neither_fetched_nor_read(
+def test_what_an_untrusted_recipe_names_is_neither_fetched_nor_read(
     named, folders, built, tmp_path, capsys, monkeypatch
 ):
     """Without the caller's word no command asks the Hub, or opens a file, because an artifact says so."""

@@ -126,4 +126,4 @@ def test_too_little_memory_is_one_sentence(built, capsys):
     with rule(largest=100):
         assert main(["predict", str(built), *TEXTS, "--device", str(DEVICE)]) == 2
     said = capsys.readouterr().err.strip()
-    assert "The device has not enough memory to hold the model" in said and "\n" not in said
+    assert "The device does not have enough memory to hold the model" in said and "\n" not in said

@@ -122,7 +122,7 @@ WRONG = {
     "build over an adapter": ([*BUILD, "--output-dir", "adapter"], "would be lost"),
     "build over a base that is an artifact": (
         ["build", "--base", "artifact", "--expert", "low=experts/low", "--output-dir", "./artifact"],
-        "where the base is",
+        "holds the base",
     ),
     "save over a model": (["remove-task", "artifact", "low", "--output-dir", "experts/low"], "would be lost"),
     "output inside a file": ([*BUILD, "--output-dir", "recipe.yaml/out"], "a part of its path is a file"),

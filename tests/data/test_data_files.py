@@ -197,7 +197,7 @@ def test_images_of_data_are_judged_by_their_pixels_and_come_from_no_address(tmp_
     pq.write_table(table, tmp_path / "test.parquet")
     images = load_task("pets", tmp_path / "test.parquet").inputs
     assert images[0].size == (24, 16)
-    with pytest.raises(EvaluationError, match="the image of row 1 is not in the data, and no file"):
+    with pytest.raises(EvaluationError, match="the image of row 1 is neither in the data nor a file"):
         images[1]
     with pytest.raises(EvaluationError, match="row 2 has no image"):
         images[2]
@@ -267,7 +267,7 @@ def test_json_is_read_value_after_value(tmp_path, value):
             "the number 9223372036854775808 takes more than",
         ),
         ('{"text": "a", "label": ' + "1" * 5000 + "}", "the number 11111111111111111111 takes more than 64 bits"),
-        ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+        ('{"text": "a", "text": "b"}', "the key 'text' appears twice"),
         ('{"text": "\\ud800"}', "it holds half a character"),
         (
             '{"text": "a"}\n"' + "[" * 300 + "\n" + "[" * 300,

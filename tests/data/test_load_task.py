@@ -127,7 +127,7 @@ def test_names_of_labels_decide_over_their_order():
     words = Dataset.from_dict({"text": ["x", "y"], "label": ["pos", "neg"]})
     assert values(load_task("a", words, label_names=NAMES)) == (["x", "y"], [1, 0], NAMES)
     assert values(load_task("a", words)) == (["x", "y"], ["pos", "neg"], None)  # texts, for a generator
-    with pytest.raises(RetexError, match=r"Task 'a': row 1 has label 'neg', which is none of \['pos', 'meh'\]"):
+    with pytest.raises(RetexError, match=r"Task 'a': row 1 has label 'neg', which is not one of \['pos', 'meh'\]"):
         load_task("a", words, label_names=["pos", "meh"])
 
 
@@ -185,5 +185,5 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(RetexError, match=r"labels\.json must hold the names of the classes"):
         load_task("a", tmp_path / "test.csv")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(RetexError, match=r"notes\.txt is none of .jsonl"):
+    with pytest.raises(RetexError, match=r"notes\.txt is not one of .jsonl"):
         load_task("a", tmp_path / "notes.txt")

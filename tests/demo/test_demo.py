@@ -234,7 +234,7 @@ def test_a_call_says_that_experts_were_prepared(classifier, monkeypatch):
     classifier.model.train().eval()  # forgets the recovered experts
     assert [answer(classifier, texts, None).prepared for _ in range(2)] == [True, False]
     run = _handler(classifier, read_texts)
-    shown = ["ReTeX had experts to prepare first" in run("\n".join(texts), -1) for _ in range(2)]
+    shown = ["ReTeX had to recover experts first" in run("\n".join(texts), -1) for _ in range(2)]
     assert shown == [True, False]  # whatever was at hand, it is the first call of this page
 
 
@@ -360,14 +360,14 @@ def test_measured_figures_are_shown_or_said_to_be_missing(classifier, monkeypatc
     row = ["ReTeX", "50.0", "75.0", "62.5"]
     header = ["Method", "red", EVIL, "Mean"]
     assert seen.texts == [
-        "Accuracy, task unknown (%)", *header, *row, "Inputs taken for their own task (%)", *header, *row
+        "Accuracy, task unknown (%)", *header, *row, "Inputs identified correctly (%)", *header, *row
     ]  # fmt: skip
     assert NOT_READABLE in evaluation_html({"methods": {"ReTeX": {"modes": {"known": 1}}}})
     for evaluation, drawn in ((summary, 3), ({"methods": 3}, 2)):  # beside the errors and the energy
         monkeypatch.setattr(classifier.model, "evaluation", evaluation)
         html = figures_html(classifier.model)
         assert Seen(html).tags.count("figure") == drawn
-        assert ("What the artifact holds of it cannot be drawn." in html) == (drawn == 2)
+        assert ("The stored data cannot be drawn." in html) == (drawn == 2)
     first = next(iter(classifier.model.recovery_errors))
     for unknown, drawn in (({first: None}, 2), (dict.fromkeys(classifier.model.recovery_errors), 1)):
         monkeypatch.setattr(classifier.model, "evaluation", None)

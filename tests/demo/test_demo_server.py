@@ -115,7 +115,7 @@ def test_only_files_of_this_page_are_read_and_nobody_is_asked(page, tmp_path):
             image(str(Path(kept).parent)),
         ]
         for data in given:
-            assert page.call(data) == (REFUSED, "An image is none that was uploaded here; upload it again.")
+            assert page.call(data) == (REFUSED, "An image was not uploaded here; upload it again.")
         # What else a browser says of a file that is there is left out.
         assert page.call(image(kept, url=f"{other}/c.png", is_stream=True, size=-1))[0] == ANSWERED
         for path in (f"file={other}/d.png", "file=/etc/passwd", f"file={tmp_path}/secret.png", f"proxy={other}/e.png"):

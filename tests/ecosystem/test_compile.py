@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-    introspection._say_once.cache_clear()
+    introspection._warn_once.cache_clear()
 
 
 @torch.no_grad()

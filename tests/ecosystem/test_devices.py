@@ -47,7 +47,7 @@ def test_a_device_map_that_offloads_to_the_disk(saved, tmp_path):
     assert {"cpu", "disk"} == set(loaded.hf_device_map.values())
     assert_same(loaded(**inputs, task=MIXED), model(**inputs, task=MIXED), **CLOSE)
     assert loaded(**inputs).routing.tasks == model(**inputs).routing.tasks
-    with pytest.raises(RetexError, match=r"No expert of its own can be recovered, because '.*' is quantised or"):
+    with pytest.raises(RetexError, match=r"No expert can be recovered as a whole model, because '.*' is quantised or"):
         loaded.merge_and_unload("red")
     tokenizer = make_tokenizer()
     answers = [
@@ -173,7 +173,7 @@ def test_a_quantised_base_runs_in_one_pass_with_exact_offsets(tmp_path):
                 expert.get_submodule(name).weight.copy_(weight)
         rows = [row for row, own in enumerate(MIXED) if own == task]
         torch.testing.assert_close(output[rows], expert(**take(inputs, rows)).last_hidden_state, **CLOSE)
-    with pytest.raises(RetexError, match=r"No expert of its own can be recovered, because '.*' is quantised"):
+    with pytest.raises(RetexError, match=r"No expert can be recovered as a whole model, because '.*' is quantised"):
         loaded.merge_and_unload("red")
 
 

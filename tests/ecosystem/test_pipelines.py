@@ -100,7 +100,7 @@ def test_a_pinned_task_answers_everything(texts):
         assert_answers(pipe(TEXTS, batch_size=3), stock(TEXTS), "green")
     finally:
         model.set_adapter(None)
-    with model.disable_adapter(), pytest.raises(TaskError, match="nothing says which head to use"):
+    with model.disable_adapter(), pytest.raises(TaskError, match="the head to use is not known"):
         pipe(TEXTS[0])
 
 
@@ -175,7 +175,7 @@ def test_the_name_of_an_artifact_alone_is_refused(texts, tmp_path):
     model, _, tokenizer = texts
     model.save_pretrained(tmp_path / "artifact")
     tokenizer.save_pretrained(tmp_path / "artifact")
-    with pytest.raises(InputError, match="transformers has loaded the merged model alone"):
+    with pytest.raises(InputError, match="transformers has loaded only the merged model"):
         pipeline("text-classification", model=str(tmp_path / "artifact"))
     loaded = RetexModel.from_pretrained(tmp_path / "artifact")
     for given in (loaded.get_base_model(), loaded.unload(), loaded.merge_and_unload("red")):

@@ -190,7 +190,9 @@ def test_experts_with_another_tokenizer_keep_it(tmp_path, caplog):
         (tmp_path / "green" / "tokenizer.json").write_text('{"model": {"vocab": 3}}', encoding="utf-8")
         model = RetexModel.from_experts(str(tmp_path / "base"), folders, RetexConfig(rank=2), progress=False)
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("retex_hf")]
-    assert said.startswith("The tokenizer of expert 'green' is not that of the base: their tokens cannot be compared")
+    assert said.startswith(
+        "The tokenizer of expert 'green' differs from that of the base: their tokens cannot be compared"
+    )
     assert model.tokenizer_folder("green") == tmp_path / "base"
 
 
@@ -212,7 +214,7 @@ def test_how_vocabularies_differ(tmp_path):
         tf.T5Tokenizer(vocab=pieces, extra_ids=0).save_pretrained(folder)
     assert tokenizer_difference(ours, ours) is None
     assert tokenizer_difference(ours, theirs) == (
-        "it has 1 token(s) more ('c'), it lacks 1 ('b'), 1 have another number ('▁a')"
+        "it has 1 token(s) more ('c'), it lacks 1 ('b'), 1 have another id ('▁a')"
     )
     # The same tokens written differently are the same tokens.
     values = json.loads((ours / "tokenizer.json").read_text(encoding="utf-8"))

@@ -52,7 +52,7 @@ def test_figures_that_are_not_defined_are_left_out():
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(RetexError, match="asked the same rows"):
+    with pytest.raises(RetexError, match="on the same rows"):
         paired_difference({"a": np.ones(3)}, {"a": np.ones(4)})
     with pytest.raises(RetexError, match="at least one resample"):
         resampled_accuracies({"a": np.ones((1, 3))}, resamples=0)

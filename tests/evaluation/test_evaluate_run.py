@@ -47,7 +47,7 @@ def test_modes_that_a_method_does_not_have_are_left_out():
     assert list(run(method).scores) == ["known", "unknown"]
     method.modes = ("known",)
     assert list(run(method).scores) == ["known"]
-    with pytest.raises(RetexError, match=r"toy can be asked in the modes \['known'\], not in \['unknown'\]"):
+    with pytest.raises(RetexError, match=r"toy can be evaluated in the modes \['known'\], not in \['unknown'\]"):
         run(method, modes=["unknown"])
     with pytest.raises(RetexError, match="There is no mode 'agnostic'"):
         run(method, modes=["agnostic"])
@@ -93,7 +93,7 @@ def test_an_evaluation_is_written_and_read_back(tmp_path):
             else:
                 assert read.scores[mode][task].identified is None
     (tmp_path / "half.json").write_text('{"method": "toy"}')
-    with pytest.raises(RetexError, match=r"half\.json holds no evaluation"):
+    with pytest.raises(RetexError, match=r"half\.json is not an evaluation"):
         Evaluation.load(tmp_path / "half.json")
 
 
@@ -105,13 +105,13 @@ INPUT = (0, 0, 0)
     [
         ([], "There are no tasks to evaluate on"),
         ([TaskData("red", [], [])], "Task 'red' has no rows"),
-        ([TaskData("red", [INPUT], [0]), TaskData("red", [INPUT], [0])], "Task 'red' is there twice"),
+        ([TaskData("red", [INPUT], [0]), TaskData("red", [INPUT], [0])], "Task 'red' is given twice"),
         ([TaskData("red", [INPUT], [0, 1])], "Task 'red' has 1 inputs but 2 answers"),
         ([TaskData("red", [INPUT], [None])], r"Row 0 of task 'red' has no label \(None\)"),
         ([TaskData("red", [INPUT] * 2, [0, -1])], r"Row 1 of task 'red' has no label \(-1\)"),
         ([TaskData("red", [INPUT], [float("nan")])], r"Row 0 of task 'red' has no label \(nan\)"),
         ([TaskData("red", [INPUT], [-2])], "Row 0 of task 'red' has label -2, which is below 0"),
-        ([TaskData("red", [INPUT], [1.5])], "Row 0 of task 'red' has label 1.5, which is no whole number"),
+        ([TaskData("red", [INPUT], [1.5])], "Row 0 of task 'red' has label 1.5, which is not an integer"),
         ([TaskData("red", [INPUT] * 2, [0, "a"])], r"Task 'red' mixes texts and class numbers .*row 1"),
         (
             [TaskData("red", [INPUT] * 2, [1, 2], ["no", "yes"])],
@@ -137,8 +137,8 @@ def test_the_width_of_the_head_may_be_given():
     [
         (lambda n: Prediction([0] * (n + 1), ["red"] * n), r"toy gave 5 answers to a batch of 4 rows of '\w+'"),
         (lambda n: Prediction([0] * n, ["red"]), r"toy named 1 tasks for a batch of 4 rows"),
-        (lambda n: Prediction([0] * n, None), r"toy did not say which task it took each row for"),
-        (lambda n: Prediction([0] * n, ["pink"] * n), r"toy took a row of task '\w+' for 'pink', .*'blue', 'green'"),
+        (lambda n: Prediction([0] * n, None), r"toy did not give the task of each row"),
+        (lambda n: Prediction([0] * n, ["pink"] * n), r"toy assigned a row of task '\w+' to 'pink', .*'blue', 'green'"),
     ],
 )
 def test_answers_that_do_not_fit_the_batch_are_refused(prediction, message):

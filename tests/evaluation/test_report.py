@@ -169,11 +169,11 @@ def test_a_card_takes_the_results_and_gives_them_back():
         (lambda of: [], "no evaluations to report"),
         (lambda of: of[1:], r"individual method 'individual' is not among the methods \['ReTeX', 'merged'\]"),
         (lambda of: [*of, of[1]], "two evaluations of 'ReTeX' with seed 0"),
-        (lambda of: [*of, evaluation("other", sizes=(20, 10, 41))], "'other' .* were not asked the same rows"),
+        (lambda of: [*of, evaluation("other", sizes=(20, 10, 41))], "'other' .* were not given the same rows"),
         (lambda of: [*of, evaluation("merged", seed=1)], "'merged' was evaluated in other modes with seed 1"),
         (
             lambda of: [evaluation("individual", wrong={"green": range(10)}, storage=3)],
-            "individual expert of task 'green' has no row right",
+            "individual expert of task 'green' answers no row correctly",
         ),
     ],
 )

@@ -147,9 +147,9 @@ def test_a_field_that_nothing_is_known_of_is_refused():
         InputError, match=r"The output 'odd' depends on all rows of a batch, so those of several experts"
     ):
         joiner(proof=TEXTS).join([column(2, 0), column(1)], "odd", "odd")
-    with pytest.raises(InputError, match=r"The output 'new' was not there when the call was tried"):
+    with pytest.raises(InputError, match=r"The output 'new' was missing in the probe of this call"):
         joiner(proof=TEXTS).join([column(2, 0), column(1)], "new", "new")
-    with pytest.raises(InputError, match=r"The output 'image_embeds' has 4 entries for 2 rows, and 1 per row when"):
+    with pytest.raises(InputError, match=r"The output 'image_embeds' has 4 entries for 2 rows, but had 1 per row"):
         joiner(proof=TEXTS).join([torch.zeros(4, 1), torch.zeros(1, 1)], "image_embeds", "image_embeds")
 
 

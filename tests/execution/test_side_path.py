@@ -30,7 +30,7 @@ def test_offloaded_models_run_in_one_pass(name, how, tmp_path):
     expected = {"mixed": model(**inputs, task=MIXED), "one": model(**inputs, task="blue")}
     model.expert_cache.clear()
     offload(model.model, how, tmp_path)
-    with pytest.raises(RetexError, match=r"No expert of its own can be recovered, because '.*' is quantised"):
+    with pytest.raises(RetexError, match=r"No expert can be recovered as a whole model, because '.*' is quantised"):
         model(**inputs, task=MIXED)
     model.execution = "auto"
     assert_same(model(**inputs, task=MIXED), expected["mixed"], **CLOSE)

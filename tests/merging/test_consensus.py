@@ -142,7 +142,7 @@ def test_what_is_given_is_not_chosen(calibration):
         (None, "Task 'red': a calibration batch has no \"labels\", and this merge chooses by accuracy"),
         ([1, 2], "Task 'red': the labels of a calibration batch of 20 rows must be as many class indices or texts"),
         ([[1]] * 20, "Task 'red': the labels of a calibration batch of 20 rows must be as many class indices or texts"),
-        ([7] * 20, "Task 'red': its expert answers no calibration row rightly; check the labels"),
+        ([7] * 20, "Task 'red': its expert answers no calibration row correctly; check the labels"),
     ],
 )
 def test_bad_labels_are_named(calibration, answers, message):

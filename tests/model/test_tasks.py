@@ -402,7 +402,7 @@ def wrong_experts(new: nn.Module) -> dict[str, tuple[object, type[Exception], st
         "vocabulary": (
             tf.BertModel(tf.BertConfig(**{**TEXT, "vocab_size": VOCAB + 2})),
             CheckpointError,
-            "word_embeddings.*it takes a build from all experts",
+            "word_embeddings.*storing it whole for every task takes a build",
         ),
         "class": (FAMILIES["gpt2"].make(), CheckpointError, "is a GPT2LMHeadModel, but the other experts are a Bert"),
         "unrelated": (FAMILIES["bert"].make(), CheckpointError, "does not descend from the merged model"),

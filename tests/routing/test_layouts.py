@@ -160,11 +160,11 @@ def test_positions_that_depend_on_the_content_are_refused():
     def extractor() -> FeatureExtractor:
         return FeatureExtractor(copy_with(model, {}), ["first"], "mean")
 
-    with pytest.raises(ConfigError, match="gives other numbers of positions to other rows of the same size"):
+    with pytest.raises(ConfigError, match="gives different numbers of positions to rows of the same size"):
         extractor()({"x": rows_with(2, 2, 4)})
     seen_before = extractor()
     seen_before({"x": rows_with(2, 2, 2)})
-    with pytest.raises(ConfigError, match="gives other numbers of positions to other rows of the same size"):
+    with pytest.raises(ConfigError, match="gives different numbers of positions to rows of the same size"):
         seen_before({"x": rows_with(3, 3)})
 
 

@@ -189,7 +189,7 @@ def test_signatures_of_the_other_kind_are_refused(tmp_path):
     path = tmp_path / "artifact" / "retex_config.json"
     path.write_text(path.read_text().replace('"signatures": "weights"', '"signatures": "inputs"'))
     reseal(tmp_path / "artifact")
-    with pytest.raises(ArtifactError, match="the signatures are described by"):
+    with pytest.raises(ArtifactError, match="the signatures are not valid"):
         RetexModel.from_pretrained(tmp_path / "artifact")
     path.write_text(path.read_text().replace('"signatures": "inputs"', '"signatures": "weights"'))
     text = path.read_text()

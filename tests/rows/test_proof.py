@@ -25,8 +25,8 @@ def test_rows_that_are_their_own_are_proven():
 
 
 def test_a_second_row_that_gets_what_is_the_firsts_is_refused():
-    assert proven(torch.tensor([0, 0])).refused == {"y": "is not of each row the same alone and together with others"}
+    assert proven(torch.tensor([0, 0])).refused == {"y": "differs between a row alone and the same row in a batch"}
 
 
 def test_a_first_row_that_gets_what_is_the_seconds_is_refused():
-    assert proven(torch.tensor([1, 1])).refused == {"y": "is not of each row the same alone and together with others"}
+    assert proven(torch.tensor([1, 1])).refused == {"y": "differs between a row alone and the same row in a batch"}

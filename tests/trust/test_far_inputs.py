@@ -166,8 +166,8 @@ def test_predictors_and_the_page_say_what_is_far(artifact):
     assert (near.far, far.far) == (False, True)
     assert predictor.predict([STRAY], task="red")[0].far is None
     assert predictor.predict([]) == []
-    assert "Far from every task" in card_html(1, STRAY, far, far)
-    assert "Far from every task" not in card_html(1, STRAY, near, near)
+    assert "Out of distribution" in card_html(1, STRAY, far, far)
+    assert "Out of distribution" not in card_html(1, STRAY, near, near)
 
 
 def test_pipelines_say_what_is_far(model):
@@ -203,7 +203,7 @@ def test_a_build_takes_the_options_as_one_value():
 
 def test_the_card_says_what_becomes_of_far_inputs(artifact):
     text = (artifact / "README.md").read_text(encoding="utf-8")
-    assert "far from every task are answered by the merged model" in " ".join(text.split())
+    assert "Out-of-distribution inputs are answered by the merged model" in " ".join(text.split())
 
 
 def test_generated_rows_are_those_of_each_row_alone():
@@ -299,7 +299,7 @@ def test_far_rows_teach_nothing_and_a_batch_of_them_is_refused():
     near = gradient(rows, labels=torch.tensor([0, -100]), task="red")
     # The mean loss is of two rows now, and the far one has no part in the gradient.
     torch.testing.assert_close(gradient(rows, labels=torch.tensor([0, 0])) * 2, near, rtol=1e-4, atol=1e-6)
-    with pytest.raises(InputError, match="All rows of this batch are far"):
+    with pytest.raises(InputError, match="All rows of this batch are out of distribution"):
         model(**far, labels=answer)
     assert gradient(far, labels=answer, task="red").abs().sum() > 0
     model.routing = {"method": "hard", "far": "soft"}

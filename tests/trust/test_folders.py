@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_sync_is_used_and_one_that_fails_is_not(target, mon
 
 def test_a_folder_that_is_a_mounted_disk_is_refused(tmp_path):
     with small_disk(tmp_path / "disk") as disk:
-        with pytest.raises(ArtifactError, match="is where a disk is mounted"):
+        with pytest.raises(ArtifactError, match="is a mount point"):
             rewrite(disk.folder, "new")
         rewrite(disk.folder / "inside", "new")
 
@@ -223,7 +223,7 @@ def test_what_is_being_written_is_no_artifact(tmp_path):
     original = make_artifact(tmp_path / "original")
     for place in (staging(target, "saving"), staging(target, "building")):
         shutil.copytree(original, place / "new")
-        with pytest.raises(ArtifactError, match="is where an artifact is being written"):
+        with pytest.raises(ArtifactError, match="is the staging folder of an artifact"):
             RetexModel.from_pretrained(place / "new")
     with pytest.raises(ArtifactError, match="does not exist"):
         RetexModel.from_pretrained(target)

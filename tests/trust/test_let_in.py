@@ -1,4 +1,4 @@
-"""Files of strangers run no code, fetch nothing, and name nothing outside of their folder.
+"""Untrusted files run no code, fetch nothing, and name nothing outside of their folder.
 
 Each trial plants something that would leave a marker behind, and answers yes to every question on the keyboard.
 """
@@ -96,7 +96,7 @@ def change(path: Path, **values: Any) -> None:
 
 
 def record_again(folder: Path) -> None:
-    """What a stranger does who changes an artifact: the new files are the recorded ones."""
+    """What an attacker who changes an artifact does: the new files are the recorded ones."""
     path = folder / "retex_config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     values["artifact"]["files"] = recorded.to_json(recorded.record(folder, values["artifact"]["files"]))
@@ -441,7 +441,7 @@ def test_no_foreign_file_is_taken_for_a_card_or_a_figure(place, name):
 
 
 def test_a_prompt_asks_for_columns_only(tmp_path):
-    """A recipe of a stranger may hold a prompt: it reaches no attributes, and makes no giant texts."""
+    """An untrusted recipe may hold a prompt: it reaches no attributes, and makes no giant texts."""
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "{b}"}\n', encoding="utf-8")
     read = partial(load_inputs, "red", tmp_path / "train.jsonl")
     assert read(input_column="say {text}!") == ["say a!", "say {b}!"]
@@ -454,7 +454,7 @@ def test_a_prompt_asks_for_columns_only(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rank_pattern": {"(?=a)b": 2}}, "'(?=a)b', which has a group that is more than a group: expected names"),
+        ({"rank_pattern": {"(?=a)b": 2}}, "'(?=a)b', which has a group that is not a plain one: expected names"),
         ({"rank_pattern": {"(.*.*.*.*.*x": 2}}, "expected names"),
         ({"alpha_pattern": {"(": 2}}, "expected names"),
         ({"rank_pattern": {"a": "x"}}, "the value 'x', expected a whole number above 0"),
@@ -473,7 +473,7 @@ def test_settings_of_an_adapter_are_what_peft_writes(place, settings, says):
 
 
 def test_a_recipe_writes_where_it_is_told(place, monkeypatch):
-    """Whoever builds from a stranger's recipe reads what it names, and writes to the folder of the flag only."""
+    """Whoever builds from an untrusted recipe reads what it names, and writes to the folder of the flag only."""
     from retex_hf.cli import main
 
     recipe = {"base": str(place / "base"), "experts": {"red": str(place / "red")}, "check_base": False}

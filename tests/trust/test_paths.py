@@ -27,8 +27,8 @@ BAD = {
     "no such user": ("~nosuchuser/model", "there is no user of that name"),
     "long name": ("x" * 300, "File name too long"),
     "long path": ("/x" * 3000, "File name too long"),
-    "zero byte": ("mo\0del", "a character that no path has"),
-    "half a character": ("mo\ud800del", "a character that no path has"),
+    "zero byte": ("mo\0del", "a character that no path may have"),
+    "half a character": ("mo\ud800del", "a character that no path may have"),
     "loop": ("loop", "Too many levels of symbolic links"),
 }
 

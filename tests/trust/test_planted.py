@@ -177,7 +177,7 @@ def test_a_target_that_is_a_link_is_refused(tmp_path, precious):
 
 @pytest.mark.parametrize("name", [".x.saving", ".x.building", f".x.{PREPARED}.saving", ".x.saving/inner"])
 def test_names_of_unfinished_folders_are_refused_when_saving(name, artifact, tmp_path):
-    with pytest.raises(ArtifactError, match="has a name of folders that are being written"):
+    with pytest.raises(ArtifactError, match="has the name of a staging folder"):
         RetexModel.from_pretrained(artifact).save_pretrained(tmp_path / name)
     assert not any(path.name == "retex_config.json" for path in tmp_path.rglob("*"))
 
@@ -436,7 +436,7 @@ def test_sockets_and_devices_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(old)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("socket")
-    with pytest.raises(ArtifactError, match=r"old/socket is a socket, which is no part of a saved folder: remove it"):
+    with pytest.raises(ArtifactError, match=r"old/socket is a socket, which is not part of a saved folder: remove it"):
         keep_files(old, new)
     (old / "socket").unlink()
     if os.geteuid() == 0:
@@ -468,7 +468,7 @@ def test_folders_that_are_nested_too_deeply_are_refused(tmp_path, monkeypatch, c
         with pytest.raises(ArtifactError, match="nested too deeply"):
             keep_files(old, new)
         with OpenFolder.open(tmp_path) as parent:
-            atomic_folder._remove_or_say(parent, "old")
+            atomic_folder._remove_or_warn(parent, "old")
         assert "old is left over, and could not be removed" in caplog.text
     finally:
         subprocess.run(["rm", "-r", old, new], check=True)
@@ -570,13 +570,13 @@ def test_a_recipe_replaces_its_folder_once(solver, tmp_path, monkeypatch):
     place = Place(tmp_path / "mine", tmp_path / "shared", tmp_path)
     shutil.copytree(place.shared / "previous", place.target)
     before, replaced = content_of_weights(place.target), []
-    change_places = atomic_folder._change_places
+    exchange = atomic_folder._exchange
 
     def noting(*arguments: object) -> None:
         replaced.append(content_of_weights(place.target))
-        change_places(*arguments)
+        exchange(*arguments)
 
-    monkeypatch.setattr(atomic_folder, "_change_places", noting)
+    monkeypatch.setattr(atomic_folder, "_exchange", noting)
     if solver == "adam":
         training = {"solver": "adam", "training": {"steps": 2, "warmup_steps": 0}}
         monkeypatch.setattr(killed, "Recipe", lambda **values: Recipe(**values, **training))

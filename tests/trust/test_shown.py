@@ -1,4 +1,4 @@
-"""What strangers wrote is shown and never obeyed: on the terminal, on cards, on the page."""
+"""Untrusted text is shown and never interpreted: on the terminal, on cards, on the page."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def card(tmp_path_factory) -> str:
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_card_holds_no_markup_of_strangers(card):
+def test_a_card_holds_no_untrusted_markup(card):
     _, front, body = card.split("---\n", 2)
     metadata = yaml.safe_load(front)
     assert set(metadata) <= {"library_name", "base_model", "base_model_relation", "tags", "pipeline_tag"}
@@ -144,7 +144,7 @@ def test_uploads_are_limited():
     assert "allowed_paths" not in launch_options()
 
 
-def test_seals_and_records_are_what_a_stranger_can_make(tmp_path):
+def test_seals_and_records_can_be_forged(tmp_path):
     """Checksums find damage, not malice: whoever changes a file can record it. SECURITY.md says so."""
     folder = make_artifact(tmp_path / "artifact")
     config = folder / "config.json"

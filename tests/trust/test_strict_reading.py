@@ -1,4 +1,4 @@
-"""JSON and YAML of strangers: what has two meanings, no end, or too much of it is refused with one sentence."""
+"""Untrusted JSON and YAML: what has two meanings, no end, or too much of it is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def merged_laughs(levels: int = 9) -> str:
         ("[" * 1000, "nested too deeply"),
         ("[" * 100 + "]" * 100, "nested too deeply"),
         ("- " * 3000, "nested too deeply"),
-        ("a: 1\nb: 2\na: 3", r"the key 'a' stands twice \(line 3\)"),
-        ("a: {b: 1, b: 1}", "the key 'b' stands twice"),
+        ("a: 1\nb: 2\na: 3", r"the key 'a' appears twice \(line 3\)"),
+        ("a: {b: 1, b: 1}", "the key 'b' appears twice"),
         ("a: &a [*a]", "contains itself"),
         ("!!python/object/apply:os.system ['x']", "could not determine a constructor for the tag .*os.system"),
         ("a: !!python/name:os.system", "could not determine a constructor"),
@@ -77,7 +77,7 @@ def test_yaml_that_is_refused(text, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' appears twice"),
         ('{"a": NaN}', "NaN is not a number in JSON"),
         ('{"a": -Infinity}', "-Infinity is not a number in JSON"),
         ("[" * 100_000, "nested too deeply"),
@@ -159,7 +159,9 @@ def test_a_pipe_does_not_keep_a_reader_waiting(tmp_path):
 
 def test_recipes_and_cards_are_read_so(tmp_path):
     (tmp_path / "recipe.yaml").write_text("base: a\nbase: b\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"^The recipe .*recipe\.yaml is not valid YAML: the key 'base' stands twice"):
+    with pytest.raises(
+        ConfigError, match=r"^The recipe .*recipe\.yaml is not valid YAML: the key 'base' appears twice"
+    ):
         Recipe.read(tmp_path / "recipe.yaml")
     (tmp_path / "recipe.yaml").write_text(laughs(), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^The recipe .*100000 values"):
@@ -171,12 +173,12 @@ def test_recipes_and_cards_are_read_so(tmp_path):
 def test_a_key_that_stands_twice_among_many_is_found_in_no_time():
     text = "{" + ",".join(f'"k{number}":1' for number in range(200_000)) + ',"k7":2}'
     start = perf_counter()
-    with pytest.raises(ConfigError, match="the key 'k7' stands twice"):
+    with pytest.raises(ConfigError, match="the key 'k7' appears twice"):
         parse_json(text, "config.json", ConfigError)
     assert perf_counter() - start < 20  # it took minutes for a fifth of it
 
 
 @pytest.mark.parametrize("text", ["{1: a, 0x1: b}", "{1: a, 1.0: b}", "{true: a, yes: b}"])
 def test_a_key_stands_twice_however_it_is_spelt(text):
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="appears twice"):
         parse_yaml(text, "recipe.yaml", ConfigError)

@@ -1,4 +1,4 @@
-"""Configurations of strangers reach a library without what it would resolve as code, a file, or a repository."""
+"""Untrusted configurations reach a library without what it would resolve as code, a file, or a repository."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_backbone_is_never_looked_up(tmp_path, watched, name):
     values = {"architectures": [name], "backbone": "gpt2", "use_timm_backbone": False, "backbone_config": None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="asks for backbone='gpt2', which is no architecture of timm's own"):
+    with pytest.raises(CheckpointError, match="asks for backbone='gpt2', which is not one of timm's own architectures"):
         hf_transformers.plan(tmp_path, open_source(tmp_path / "model.safetensors", "the base"))
     values |= {"backbone": "resnet18", "backbone_kwargs": {"out_indices": [1]}}  # a name that is on the Hub too
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -294,7 +294,7 @@ def test_notes_are_left_out_and_words_are_kept():
 def test_an_architecture_is_a_model_class(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "bert"}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="which is no model class of transformers"):
+    with pytest.raises(CheckpointError, match="which is not a model class of transformers"):
         hf_transformers.plan(tmp_path, open_source(tmp_path / "model.safetensors", "the base"))
 
 

@@ -1,4 +1,4 @@
-"""Image processors of strangers make images of a bounded size, or are refused in a sentence that names their file."""
+"""Untrusted image processors make images of a bounded size, or are refused in a sentence that names their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of strangers open no file, and give bounded texts of tokens that the model knows."""
+"""Untrusted tokenizers open no file, and give bounded texts of tokens that the model knows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tokens_beyond_the_embedding_are_refused(artifact):
     values["model"]["vocab"]["rose"] = 4000
     path.write_text(json.dumps(values), encoding="utf-8")
     reseal(artifact)
-    with pytest.raises(RetexError, match="gives the token 4000, but the model knows 21"):
+    with pytest.raises(RetexError, match="gives the token 4000, but the model has 21"):
         load_preprocessor(artifact, model.model)(["rose cherry"])
 
 

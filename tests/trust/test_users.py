@@ -140,7 +140,7 @@ def test_files_that_may_not_be_read_are_kept_or_named(target):
     secret.chmod(0o600)
     linked = Path("/proc/sys/fs/protected_hardlinks").read_text().strip() == "0"
     if not linked:
-        with pytest.raises(WriteError, match=rf"^{secret} may not be read, so it cannot be kept"):
+        with pytest.raises(WriteError, match=rf"^{secret} is not readable, so it cannot be kept"):
             as_nobody(rewrite, target, "newer")
         assert content(target)["own"] == "new" and os.listdir(target.parent) == ["target"]
 

@@ -84,7 +84,7 @@ def test_a_decoder_that_ends_or_hangs_is_a_sentence(monkeypatch):
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
-    cases = {"pipe.png": "is not a file", "none.png": "does not exist", "eps.png": "is none of PNG, JPEG"}
+    cases = {"pipe.png": "is not a file", "none.png": "does not exist", "eps.png": "not one of PNG, JPEG"}
     for name, says in cases.items():
         with pytest.raises(InputError, match=says):
             read_image(tmp_path / name, name)

@@ -216,7 +216,7 @@ def test_texts_are_cut_as_when_the_model_was_signed(text_folder, classifier):
     signed = RetexModel(parts)
     assert preprocessor_of(signed)([long])["input_ids"].shape[1] == 7
     assert preprocessor_of(signed, 5)([long])["input_ids"].shape[1] == 5
-    with pytest.raises(ConfigError, match="without a tokenizer or processor"):
+    with pytest.raises(ConfigError, match="has no tokenizer or processor"):
         preprocessor_of(RetexModel(replace(parts, side_folder=None)))
 
 

@@ -122,14 +122,14 @@ def _contents(parts: RetexParts) -> list[str]:
     ranks = [layout.solved_rank for layout in layouts if layout.kind == MATRIX]
     model = f"`{type(parts.model).__name__}`, merged by {plain(merge)}"
     lines = [f"A merged model ({model}), which loads by itself as a plain checkpoint."]
-    told = f"Offsets of {len(layouts)} parameters for each task"
+    offsets = f"Offsets of {len(layouts)} parameters for each task"
     if ranks:
         spread = f"rank {min(ranks)}" if min(ranks) == max(ranks) else f"ranks {min(ranks)} to {max(ranks)}"
-        told += f": {len(ranks)} as low-rank products ({spread}), {len(layouts) - len(ranks)} whole"
+        offsets += f": {len(ranks)} as low-rank products ({spread}), {len(layouts) - len(ranks)} whole"
     errors = [error for error in parts.errors.values() if error is not None]
     if errors:
-        told += f". Mean relative error of the recovered differences: {sum(errors) / len(errors):.3f}"
-    lines.append(f"{told}.")
+        offsets += f". Mean relative error of the recovered differences: {sum(errors) / len(errors):.3f}"
+    lines.append(f"{offsets}.")
     if any(parts.heads.values()):
         lines.append("The output layer of each task, as its expert has it.")
     if parts.rows:

@@ -260,7 +260,7 @@ def _plain(call: MixedCall, output: Any, name: str = "output") -> Any:
         if call.is_probe:
             call.per_task.add(name)
         elif call.certificate is not None and len(call.segments) > 1 and name not in call.certificate.per_task:
-            raise MixedUnsupported(f"{name!r} has no rows, which it had in a probe.")
+            raise MixedUnsupported(f"{name!r} has no rows, but had rows in the probe.")
         values = output.source.values(call)
         if len(values) == 1:
             return values[0]

@@ -7,13 +7,13 @@ import datasets
 import evaluate
 
 DESCRIPTION = """
-Task identification: the share of the inputs of a task that are taken for this task, averaged over tasks, so that a task
+Task identification: the share of the inputs of a task that are assigned to it, averaged over tasks, so that a task
 with many inputs counts no more than one with few.
 """
 
 INPUTS = """
 Args:
-    predictions: The task that each input was taken for.
+    predictions: The task that each input was assigned to.
     references: The task that it belongs to.
 Returns:
     task_identification: The mean over tasks.

@@ -129,7 +129,7 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
     )
     if left_out and scope == "all":
         warnings.warn(
-            f"The adapter of task {task!r} does not carry {shorten(left_out)}, for which peft has no means: "
+            f"The adapter of task {task!r} does not carry {shorten(left_out)}, which peft cannot represent: "
             f"{export.left_out_share:.2%} of the difference.",
             stacklevel=3,
         )
