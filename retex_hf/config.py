@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -68,7 +69,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in patterns)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RetexConfig:
     """Configuration of a [`RetexModel`].
 
@@ -167,14 +168,19 @@ class RetexConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.merge, os.PathLike):
-            self.merge = os.fspath(self.merge)
+            self._store(merge=os.fspath(self.merge))
         for name, (is_allowed, allowed) in RULES.items():
             if not is_allowed(getattr(self, name)):
                 raise ConfigError(f"RetexConfig.{name} must be {allowed}, not {brief(getattr(self, name))}.")
-        self.exclude, self.tasks = list(self.exclude), list(self.tasks)
-        self.routing = dict(self.routing) if isinstance(self.routing, dict) else self.routing
-        self.heads = self.heads if self.heads == "auto" else list(self.heads)
+        # Copies, so that a list that the caller changes later does not change the configuration.
+        self._store(**{name: deepcopy(getattr(self, name)) for name in RULES})
+        self._store(exclude=list(self.exclude), tasks=list(self.tasks))
+        self._store(heads=self.heads if self.heads == "auto" else list(self.heads))
         self._check_combinations()
+
+    def _store(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the fields are frozen for everyone else
 
     def _check_combinations(self) -> None:
         if self.inner_rank is not None and isinstance(self.rank, int) and self.inner_rank > self.rank:

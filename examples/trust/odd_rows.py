@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 
 import torch
 
@@ -166,7 +167,7 @@ def temperatures(subject: Subject) -> None:
     rows = subject.rows()
     model = subject.signed(routing="soft")
     for temperature in (1e-300, 1e-30, 1e30, 1e300):
-        model.retex_config.temperature = temperature
+        model.retex_config = replace(model.retex_config, temperature=temperature)
         found = subject.output(model, rows).routing
         same(found.probabilities.sum(1), torch.ones(6), "sums of probabilities", 1e-5)
         largest = found.probabilities.amax(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ class RecipeRecord(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        self._values = dict(values or {})
+        self._values = deepcopy(dict(values or {}))
 
     def __getitem__(self, key: str) -> Any:
-        return self._values[key]
+        return deepcopy(self._values[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.utils import convert_file_size_to_int
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from ..backends import Backend, library_of
 from ..checkpoints import manifest
 from ..checkpoints.tokenizer_files import TASK_TOKENIZERS, copy_side_files, copy_task_tokenizers, task_tokenizer
 from ..config import CONFIG_NAME
-from ..errors import ArtifactError, ConfigError
+from ..errors import ArtifactError
 from ..recovery import RecoveryModule
 from ..routing import WeightSignatures
 from ..utils.atomic_folder import check_movable, check_target, keep_files, link, replacing
+from ..utils.byte_sizes import parse_size
 from ..utils.strict_files import check_links
 from .card import CARD_NAME, FIGURES_FOLDER, write_card
 from .reading import recorded_side_files
@@ -160,12 +160,7 @@ def _link(weights: Iterable[Path], folder: Path) -> None:
 
 def stems(library: Backend, max_shard_size: str | int) -> dict[str, tuple[str, int | None]]:
     """Return the file names of each part of an artifact's weights, and the size above which a part is sharded."""
-    try:
-        limit = convert_file_size_to_int(max_shard_size)
-    except ValueError:
-        raise ConfigError(
-            f'max_shard_size must be a number of bytes or a size such as "5GB", not {max_shard_size!r}.'
-        ) from None
+    limit = parse_size(max_shard_size, "max_shard_size")
     return {
         "model": (library.WEIGHTS_STEM, limit if library.SHARDED else None),
         "recovery": (RECOVERY, limit),

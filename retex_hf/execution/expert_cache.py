@@ -201,7 +201,7 @@ class ExpertCache:
     >>> for task in ("a", "b", "a", "c"):
     ...     expert = cache.get(task, lambda: f"the expert of {task}", size=lambda: 50)
     >>> cache
-    ExpertCache(2 experts, 100 of 100 bytes, hits=1, misses=3, evictions=1)
+    ExpertCache(experts=2, 100 of 100 bytes, hits=1, misses=3, evictions=1)
     """
 
     def __init__(self, capacity: int) -> None:
@@ -284,7 +284,7 @@ class ExpertCache:
 
     def __repr__(self) -> str:
         return (
-            f"ExpertCache({len(self)} experts, {self.bytes} of {self.capacity} bytes, "
+            f"ExpertCache(experts={len(self)}, {self.bytes} of {self.capacity} bytes, "
             f"hits={self.hits}, misses={self.misses}, evictions={self.evictions})"
         )
 

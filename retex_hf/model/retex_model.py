@@ -21,9 +21,10 @@ from ..build.build import build, build_folder
 from ..build.plan import maker_of
 from ..config import RetexConfig
 from ..data.readout import Readout
-from ..errors import ConfigError, RetexError, TaskError
+from ..errors import ConfigError, RetexError, TaskError, brief
 from ..execution import as_active
 from ..recovery import TrainingConfig
+from ..utils.byte_sizes import parse_size
 from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, parse_placement
 from ..utils.paths import as_path
 from .edit_signatures import sign
@@ -132,7 +133,10 @@ class RetexModel(RoutedModel):
             resume: With `output_dir`: continue an interrupted build of the same experts and configuration.
             progress: Show a progress bar.
         """
-        config = config or RetexConfig()
+        config = RetexConfig() if config is None else config
+        if not isinstance(config, RetexConfig):
+            raise ConfigError(f"config must be a RetexConfig, such as RetexConfig(rank=64), not {brief(config)}.")
+        parse_size(expert_cache, "expert_cache")  # before the work
         options: dict[str, Any] = {
             "solver": solver,
             "training": training,

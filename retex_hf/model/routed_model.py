@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 
 from ..artifact.recipe_record import RecipeRecord
@@ -20,10 +20,11 @@ from ..artifact.state import MODULES, RetexParts
 from ..backends import as_inputs
 from ..config import RetexConfig
 from ..data.labels import best_label
-from ..errors import ConfigError, RetexError, TaskError
+from ..errors import ConfigError, RetexError, TaskError, brief
 from ..execution import ExpertCache, as_active, check_execution, logits_of, task_index
 from ..recovery import RecoveryModule
 from ..routing import Routing, Signatures, WeightSignatures
+from ..utils.byte_sizes import parse_size
 from ..utils.devices import META
 from ..utils.locks import ChangeLock
 from ..utils.tensor_bank import TensorBank
@@ -63,7 +64,7 @@ class RoutedModel(nn.Module):
         super().__init__()
         self._change = ChangeLock()
         setattr(parts.model, GIVEN_AWAY, True)
-        self._swap(Snapshot(parts, ExpertCache(_parse_size(expert_cache)), check_execution(execution)))
+        self._swap(Snapshot(parts, ExpertCache(parse_size(expert_cache, "expert_cache")), check_execution(execution)))
         self.eval()
 
     def _swap(self, state: Snapshot) -> None:
@@ -97,11 +98,18 @@ class RoutedModel(nn.Module):
 
     @property
     def retex_config(self) -> RetexConfig:
-        """Return the configuration of the artifact; `config` is the wrapped model's."""
-        return self._state.parts.config
+        """Return a copy of the artifact's configuration; `config` is the wrapped model's.
+
+        >>> model.retex_config = dataclasses.replace(model.retex_config, temperature=0.5)  # doctest: +SKIP
+        """
+        return deepcopy(self._state.parts.config)
 
     @retex_config.setter
     def retex_config(self, value: RetexConfig) -> None:
+        if not isinstance(value, RetexConfig) or value.tasks != self._state.tasks:
+            raise ConfigError(
+                f"retex_config must be a RetexConfig of the tasks {self._state.tasks}, not {brief(value)}."
+            )
         self._set(config=value)
 
     @property
@@ -136,6 +144,7 @@ class RoutedModel(nn.Module):
 
     @signatures.setter
     def signatures(self, value: Signatures | WeightSignatures | None) -> None:
+        _require(value is None or isinstance(value, Signatures | WeightSignatures), "signatures", "Signatures", value)
         self._set(signatures=value)
 
     @property
@@ -145,6 +154,7 @@ class RoutedModel(nn.Module):
 
     @recovery_errors.setter
     def recovery_errors(self, value: Mapping[str, float | None]) -> None:
+        _require(isinstance(value, Mapping), "recovery_errors", "a dict of parameters and errors", value)
         self._note(errors=value)
 
     @property
@@ -159,6 +169,7 @@ class RoutedModel(nn.Module):
 
     @recipe.setter
     def recipe(self, value: RecipeRecord | None) -> None:
+        _require(value is None or isinstance(value, RecipeRecord), "recipe", "a RecipeRecord", value)
         self._note(recipe=value)
 
     @property
@@ -168,11 +179,17 @@ class RoutedModel(nn.Module):
 
     @evaluation.setter
     def evaluation(self, value: dict[str, Any] | None) -> None:
+        _require(value is None or isinstance(value, dict), "evaluation", "a dict of measurements", value)
         self._note(evaluation=value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's wrappers (data parallel, FSDP) replace child modules under their names.
         if name in MODULES:
+            own = name in ("heads", "rows", "pretrained")
+            _require(
+                isinstance(value, TensorBank if own else nn.Module), name, "a TensorBank" if own else "a module", value
+            )
+            _require(name != "heads" or list(value) == self._state.tasks, name, f"heads of {self._state.tasks}", value)
             self._set(**{name: value})
         else:
             super().__setattr__(name, value)
@@ -245,7 +262,7 @@ class RoutedModel(nn.Module):
     @property
     def tasks(self) -> list[str]:
         """Return the names of the tasks, in the order of their ids."""
-        return self._state.tasks
+        return list(self._state.tasks)
 
     @property
     def side_folder(self) -> Path | None:
@@ -284,7 +301,7 @@ class RoutedModel(nn.Module):
 
         >>> model.routing = {"method": "hard", "far": "merged"}  # doctest: +SKIP
         """
-        return self.retex_config.routing
+        return deepcopy(self._state.parts.config.routing)
 
     @routing.setter
     def routing(self, value: str | dict[str, Any]) -> None:
@@ -304,7 +321,7 @@ class RoutedModel(nn.Module):
     @expert_cache.setter
     def expert_cache(self, size: str | int) -> None:
         with self._change.lock:
-            self._swap(replace(self._state, cache=ExpertCache(_parse_size(size))))
+            self._swap(replace(self._state, cache=ExpertCache(parse_size(size, "expert_cache"))))
 
     def _forget_experts(self) -> None:
         """Start with an empty cache. Running calls keep the old one, and add nothing to the new one."""
@@ -454,8 +471,6 @@ class RoutedModel(nn.Module):
         return self._call(self._state, method, args, kwargs, task, adapter_names)
 
 
-def _parse_size(size: str | int) -> int:
-    try:
-        return convert_file_size_to_int(size)
-    except ValueError:
-        raise ConfigError(f'expert_cache must be a number of bytes or a size such as "2GB", not {size!r}.') from None
+def _require(fits: bool, name: str, expected: str, value: Any) -> None:
+    if not fits:
+        raise ConfigError(f"{name} of a model must be {expected}, not {brief(value)}.")

@@ -40,3 +40,6 @@ class TensorBank(nn.Module, Mapping[str, dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{group}: {len(names)} tensors" for group, names in self._keys.items())

@@ -680,8 +680,8 @@ def test_only_texts_are_a_licence(model, tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "README.md").write_text("---\nlicense: {a: b}\nlicense_name: [1]\nlicense_link: LICENSE\n---\n")
-    parts = replace(model.parts(), side_folder=folder)
-    parts.config.base_model = {"source": "local", "id": "base"}
+    config = replace(model.retex_config, base_model={"source": "local", "id": "base"})
+    parts = replace(model.parts(), side_folder=folder, config=config)
     write_card(parts, tmp_path / "card")
     values, *_ = card_sections.split((tmp_path / "card" / "README.md").read_text(), "README.md")
     assert {key: value for key, value in values.items() if "license" in key} == {"license_link": "LICENSE"}

@@ -7,6 +7,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
@@ -263,7 +264,7 @@ def _raising(error: Exception) -> Callable[[str], list[str]]:
 def test_without_signatures_a_task_must_be_chosen():
     model, _ = build_retex("bert-classifier")
     assert _choices(model) == [(task, index) for index, task in enumerate(TASKS)]
-    model.retex_config.signatures = "weights"
+    model.retex_config = replace(model.retex_config, signatures="weights")
     assert _choices(model)[0] == ("Route automatically", -1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import FAMILIES, OPEN_CLIP_VIT, VOCAB, images
@@ -230,7 +232,7 @@ def test_open_clip_with_a_frozen_text_tower(name):
 def test_routed_classification_needs_no_task_at_all(name):
     _, model, _ = build_frozen(name)
     pictures, main = images(3 * ROWS)["pixel_values"], "pixel_values" if name == "clip" else "image"
-    model.retex_config.signature_rank = 1
+    model.retex_config = replace(model.retex_config, signature_rank=1)
     model.fit_signatures({task: [pictures[index::3]] for index, task in enumerate(TASKS)}, progress=False)
     texts = prompts(4) if name == "clip" else {"text": prompts(4)["input_ids"]}
     routing = model.identify(**{main: pictures})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -314,7 +315,7 @@ def test_what_serves_one_generation_is_allowed_for_one_expert():
 def test_routed_generation_follows_what_identify_says(name):
     model, _, inputs = case(name)
     references = {task: [take(inputs, rows_of(task))] for task in TASKS}
-    model.retex_config.signature_rank = 1
+    model.retex_config = replace(model.retex_config, signature_rank=1)
     model.fit_signatures(references, progress=False)
     routing = model.identify(**inputs)
     assert len(set(routing.tasks)) > 1

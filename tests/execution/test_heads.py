@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as tf
@@ -104,7 +106,7 @@ def test_predict_names_task_label_and_score(classifiers):
 def test_predict_follows_the_routing(classifiers):
     model, _ = classifiers
     inputs = tokens(3 * ROWS)
-    model.retex_config.signature_rank = 1
+    model.retex_config = replace(model.retex_config, signature_rank=1)
     parts = {task: {k: v[i::3] for k, v in inputs.items()} for i, task in enumerate(TASKS)}
     model.fit_signatures({task: [part] for task, part in parts.items()}, progress=False)
     routing = model.identify(**inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -450,7 +451,7 @@ def test_a_changed_model_is_copied_anew():
     assert "mixed" not in model.expert_cache
     torch.testing.assert_close(run(model, "mixed", inputs)[0], first.double(), rtol=1e-4, atol=1e-5)
     parts = {task: [take(inputs, rows_of(task))] * 4 for task in TASKS}
-    model.retex_config.signature_rank = 1
+    model.retex_config = replace(model.retex_config, signature_rank=1)
     model.fit_signatures(parts, progress=False)
     assert "mixed" not in model.expert_cache
     run(model, "mixed", inputs)

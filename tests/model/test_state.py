@@ -12,7 +12,7 @@ from helpers import assert_same, build_retex
 from test_tasks import NEW, build, words
 from torch import nn
 
-from retex_hf import ConfigError, RetexModel
+from retex_hf import ConfigError, RetexConfig, RetexModel
 from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.artifact.state import MODULES, RetexParts
 from retex_hf.model.edit_signatures import sign
@@ -120,3 +120,59 @@ def test_groups_of_tensors_move_and_stay_distinct():
     assert bank != TensorBank({"a": {}}) and len({bank, copy.deepcopy(bank)}) == 2
     assert list(bank.state_dict()) == ["tensor_0", "tensor_1"]
     assert isinstance(nn.ModuleList([bank])[0], TensorBank)
+
+
+@torch.no_grad()
+def test_what_a_model_hands_out_is_a_copy():
+    model, _ = build_retex("bert-classifier", rank=3)
+    inputs = words("red", 3)
+    before, tasks = model(**inputs, task="green"), list(model.tasks)
+    model.tasks.sort()
+    model.retex_config.tasks.reverse()
+    model.retex_config.labels.clear()
+    model.routing = {"method": "hard"}
+    model.routing["method"] = "nonsense"
+    assert model.tasks == tasks and model.retex_config.labels.keys() == set(tasks)
+    assert model.routing == {"method": "hard"}
+    assert_same(model(**inputs, task="green"), before, exact=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.retex_config.temperature = 2.0
+    model.recipe = RecipeRecord({"config": {"rank": 3}})
+    model.recipe["config"]["rank"] = 4
+    assert model.recipe["config"] == {"rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("heads", {}),
+        ("heads", TensorBank()),
+        ("heads", None),
+        ("rows", {}),
+        ("pretrained", None),
+        ("model", None),
+        ("recovery", 5),
+        ("signatures", 3),
+        ("recipe", {"a": 1}),
+        ("evaluation", []),
+        ("recovery_errors", None),
+        ("retex_config", {"rank": 3}),
+        ("retex_config", RetexConfig()),
+        ("expert_cache", None),
+        ("execution", "both"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused(part, value):
+    model, _ = build_retex("bert-classifier", rank=3)
+    before = model._state
+    with pytest.raises(ConfigError, match=part):
+        setattr(model, part, value)
+    assert model._state is before
+    assert_one_state(model)
+
+
+def test_a_configuration_that_is_none_is_refused_before_the_work():
+    with pytest.raises(ConfigError, match=r"config must be a RetexConfig, such as RetexConfig\(rank=64\), not"):
+        RetexModel.from_experts("nowhere", {"a": "nowhere"}, {"rank": 4})
+    with pytest.raises(ConfigError, match="expert_cache must be"):
+        RetexModel.from_experts("nowhere", {"a": "nowhere"}, expert_cache="lots")

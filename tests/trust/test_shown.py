@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import gradio as gr
 import pytest
@@ -82,10 +83,10 @@ def card(tmp_path_factory) -> str:
     """The card of a model all of whose names are nasty."""
     model = make_model()
     config = model.retex_config
-    config.labels["red"]["id2label"] = dict(enumerate(NASTY))
+    config.labels["red"]["id2label"] = {str(index): name for index, name in enumerate(NASTY)}
     for task, name in zip(model.tasks, NASTY[:3], strict=True):
         config.experts[task] = {"source": "hub", "id": name, "revision": NASTY[4]}
-    config.base_model = {"source": "local", "id": NASTY[1]}
+    model.retex_config = replace(config, base_model={"source": "local", "id": NASTY[1]})
     model.recipe = RecipeRecord({"base": NASTY[0], "experts": dict.fromkeys(NASTY, ESCAPES), "unrecorded": NASTY})
     folder = tmp_path_factory.mktemp("card") / "nasty"
     folder.mkdir()
