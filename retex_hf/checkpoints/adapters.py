@@ -1,8 +1,10 @@
 """Experts given as PEFT adapters: the tensors of the base, with the adapter merged into them as they are read.
 
-Nothing is merged beforehand, and no model is held. With LoRA, a tensor of such an expert is the base's tensor plus
-`scaling * B @ A`, computed in float32 when it is read; with other types, a module is merged through peft's own layer
-(`tuner_layers.py`) when one of its tensors is read. The result equals that of peft's `merge_and_unload`.
+Nothing is merged beforehand, and no model is held. With plain LoRA, a tensor of such an expert is the base's tensor
+plus `scaling * B @ A`, computed in float32 when it is read. With every other type, and with LoRA whose weight is not
+that sum (DoRA, and initialisations that peft derives from the base: see `by_layers`), a module is merged through peft's
+own layer (`adapted_layers.py`, `tuner_layers.py`) when one of its tensors is read. The result equals that of peft's
+`merge_and_unload`. A `PeftModel` in memory is read by `peft_models.py`.
 """
 
 from __future__ import annotations
@@ -181,9 +183,11 @@ def _check_lora(label: str, settings: dict[str, Any]) -> None:
             f"{label} is a LoRA adapter with init_lora_weights={brief(begun)}, for which the base was changed in a way "
             f"that its files do not record: {REMEDY}, or save it with path_initial_model_for_weight_conversion."
         )
-    by_layers = settings.get("use_dora") or begun in DERIVED_INITIALISATIONS
-    if by_layers and settings.get("target_parameters"):
-        raise CheckpointError(f"{label} is a LoRA adapter with use_dora and target_parameters: {REMEDY}.")
+    option = "use_dora" if settings.get("use_dora") else f"init_lora_weights={brief(begun)}"
+    if (settings.get("use_dora") or begun in DERIVED_INITIALISATIONS) and settings.get("target_parameters"):
+        raise CheckpointError(
+            f"{label} is a LoRA adapter with {option} and target_parameters, which are not read together: {REMEDY}."
+        )
     for key, is_allowed, words in (("r", _is_rank, RANK), ("lora_alpha", _is_alpha, ALPHA)):
         if key in settings and not is_allowed(settings[key]):
             raise CheckpointError(f"{label}: {key} of its configuration must be {words}, not {brief(settings[key])}.")

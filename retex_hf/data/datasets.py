@@ -219,7 +219,8 @@ def _load_hub(name: str, source: str, split: str) -> Dataset:
         return load_dataset(found["path"], found["config"], split=split, revision=found["revision"])
     except Exception as error:  # network errors, a missing repository or a missing split
         raise EvaluationError(
-            f"Task {name!r}: the split {split!r} of {source} cannot be loaded ({first_line(error)})."
+            f"Task {name!r}: {source} is neither a local file or folder, nor a Hub dataset whose split {split!r} can "
+            f"be loaded ({first_line(error)})."
         ) from error
 
 

@@ -432,6 +432,20 @@ def test_numbers_and_patterns_that_are_refused(base, folder, settings, message):
     refuse(f"^expert 'red' .*{message}", base, change(folder, **settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True, "init_lora_weights": "pissa"}, "use_dora"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+    ],
+)
+def test_parameters_beside_what_peft_merges_by_layers(base, folder, settings, reason):
+    says = f"is a LoRA adapter with {reason} and target_parameters, which are not read together: merge it with peft"
+    refuse(says, base, change(folder, target_parameters=["query.weight"], **settings))
+
+
 def test_patterns_that_took_forever(base, folder):
     """They are matched in no time now; the first that matches counts."""
     patterns = {".*.*.*.*!": 7, "(a|a)*(a|a)*!": 7, "([^!]+) +!": 7, ".*query": 4}

@@ -117,8 +117,13 @@ def test_hub_names_with_configuration_and_revision(monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(task_datasets, "load_dataset", fail)
-    with pytest.raises(RetexError, match=r"Task 'a': the split 'test' of org/data cannot be loaded \(no route\)"):
-        load_task("a", "org/data")
+    for name in ("org/data", "misspelt"):
+        with pytest.raises(RetexError) as caught:
+            load_task("a", name)
+        assert str(caught.value) == (
+            f"Task 'a': {name} is neither a local file or folder, nor a Hub dataset whose split 'test' can be loaded "
+            "(no route)."
+        )
 
 
 def test_names_of_labels_decide_over_their_order():
