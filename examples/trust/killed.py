@@ -145,7 +145,7 @@ def push(place: Place) -> None:
 
 
 def push_of_a_folder(place: Place) -> None:
-    """What `retex push` does."""
+    """Push a folder, as `retex push` does."""
     push_folder(place.shared / "other", f"{OWNER}/{place.repository}", token=TOKEN)
 
 

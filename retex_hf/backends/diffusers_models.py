@@ -48,7 +48,7 @@ CLASS = "_class_name"
 if TYPE_CHECKING:
 
     class DiffusersModel(nn.Module):
-        """What diffusers' models have in common: the methods of its `ConfigMixin`, which is no module."""
+        """The common interface of the models of diffusers: the methods of its `ConfigMixin`, which is no module."""
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> DiffusersModel: ...

@@ -47,7 +47,7 @@ CONFIG_ATTRIBUTE = "timm_config"
 if TYPE_CHECKING:
 
     class TimmModel(nn.Module):
-        """What timm's models, which have no class of their own, have in common."""
+        """The common interface of the models of timm, which have no class of their own."""
 
         pretrained_cfg: Mapping[str, Any]
         num_classes: int

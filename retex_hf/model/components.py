@@ -1,4 +1,4 @@
-"""What identifies rows and runs experts, made from the parts of a model."""
+"""The extractor, the scorer and the runner of a model, made from its parts."""
 
 from __future__ import annotations
 

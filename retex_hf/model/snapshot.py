@@ -1,4 +1,4 @@
-"""What one call of a model uses, and the call itself: rows are identified, and each runs on its own expert."""
+"""A snapshot of a model, and a call on it: rows are identified, and each runs on its own expert."""
 
 from __future__ import annotations
 
