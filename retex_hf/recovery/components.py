@@ -1,0 +1,251 @@
+"""Offsets made of components at a few bits each: the form that a budget of bytes gives a recovery.
+
+The form is the paper's, `G_t S`, with a sparse `G`: a task has columns for the rows of `S` that it uses, and none for
+the others. Rows of `S` are one task's own, or any task may use them. Every row and every column has its own number of
+bits. A tensor that is not factored is stored as it is, task by task, at some number of bits.
+
+All codes of a parameter are one tensor of bytes, all scales another. The layout says which bytes are whose: first the
+rows of `S`, then the columns of task 0, 1, ...; within each, runs of equal bits, the most bits first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from .codes import SCALE_DTYPE, decode, encode, pack, packed_bytes, unpack
+
+COMPONENTS, ROUNDED = "components", "rounded"
+# Numbers that share a scale in a tensor that is not factored.
+GROUP = 64
+INDEX_DTYPE = torch.int16
+
+
+@dataclass(frozen=True)
+class Run:
+    """Vectors that follow one another in storage, at the same number of bits."""
+
+    count: int
+    bits: int
+
+
+Runs = tuple[Run, ...]
+
+
+def runs_of(bits: Sequence[int]) -> Runs:
+    """Return vectors of these bits as runs.
+
+    >>> runs_of([4, 4, 2])
+    (Run(count=2, bits=4), Run(count=1, bits=2))
+    """
+    runs: list[Run] = []
+    for number in bits:
+        if runs and runs[-1].bits == number:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(Run(1, number))
+    return tuple(runs)
+
+
+def count_of(runs: Runs) -> int:
+    """Return how many vectors the runs have."""
+    return sum(run.count for run in runs)
+
+
+@dataclass(frozen=True)
+class ComponentLayout:
+    """The storage layout of one parameter's offsets.
+
+    - `components`: the parameter is a matrix of `rows` times `columns`. `right` are the runs of the rows of `S`; `left`
+      those of every task's columns of `G_t`. If `owned`, each task uses rows of its own, which follow one another in
+      the order of the tasks; otherwise an index says which rows a column is for.
+    - `rounded`: every task's offset as it is, in groups of 64 numbers with a scale each; `left` has at most one run of
+      one vector per task, and a task without one has no offset.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    left: tuple[Runs, ...]
+    right: Runs = ()
+    rows: int = 0
+    columns: int = 0
+    owned: bool = True
+
+    @property
+    def rank(self) -> int:
+        """Return how many rows `S` has."""
+        return count_of(self.right)
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.left)
+
+    def task_rank(self, task: int) -> int:
+        """Return how many components a task has."""
+        return count_of(self.left[task])
+
+    @property
+    def stored(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of every tensor that the offsets are stored as."""
+        pieces = list(self._pieces())
+        size = pieces[-1][1] if pieces else 0
+        scales = sum(self.scales_of(task) for task in range(self.num_tasks))
+        stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": ((size,), torch.uint8),
+            "scales": ((scales,), SCALE_DTYPE),
+        }
+        if self.kind == COMPONENTS and not self.owned:
+            stored["index"] = ((scales,), INDEX_DTYPE)
+        return stored
+
+    def scales_of(self, task: int) -> int:
+        """Return how many scales a task's columns have."""
+        return count_of(self.left[task]) * (1 if self.kind == COMPONENTS else -(-prod(self.shape) // GROUP))
+
+    @property
+    def length(self) -> int:
+        """Return how many numbers a task's vector has: a column of `G_t`, or the whole offset."""
+        return self.rows if self.kind == COMPONENTS else -(-prod(self.shape) // GROUP) * GROUP
+
+    def _pieces(self) -> Iterator[tuple[int, int, Run, int]]:
+        """Yield where each run is: its start and end in bytes, the run, and the numbers of each of its vectors."""
+        start = 0
+        vectors = [(run, self.columns) for run in self.right]
+        vectors += [(run, self.length) for runs in self.left for run in runs]
+        for run, length in vectors:
+            end = start + packed_bytes(run.count * length, run.bits)
+            yield start, end, run, length
+            start = end
+
+    def pieces_of(self, task: int | None) -> list[tuple[int, int, Run, int]]:
+        """Return where the runs of a task's columns are, or with None those of the rows of `S`."""
+        pieces = list(self._pieces())
+        counts = [len(self.right), *(len(runs) for runs in self.left)]
+        ends = list(accumulate(counts))
+        number = 0 if task is None else task + 1
+        return pieces[ends[number] - counts[number] : ends[number]]
+
+    def used_rows(self, task: int) -> range:
+        """Return the rows of `S` that are a task's own, if they are owned."""
+        first = sum(count_of(runs) for runs in self.left[:task])
+        return range(first, first + count_of(self.left[task]))
+
+
+class ComponentGenerator(nn.Module):
+    """Offsets of one parameter from components at a few bits each. An embedding is the weights of the tasks.
+
+    The parameters cannot be trained; `task_factors` and all others return float32.
+    """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    index: nn.Parameter | None
+
+    def __init__(self, layout: ComponentLayout, codes: Tensor, scales: Tensor, index: Tensor | None = None) -> None:
+        super().__init__()
+        self.layout = layout
+        for name, tensor in (("codes", codes), ("scales", scales), ("index", index)):
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+
+    def right(self, rows: Tensor | range | None = None) -> Tensor:
+        """Return rows of `S` (k, b), of which none has a scale: columns carry it."""
+        layout = self.layout
+        parts = []
+        for start, end, run, length in layout.pieces_of(None):
+            codes = unpack(self.codes[start:end], run.bits, run.count * length).view(run.count, length)
+            parts.append(decode(codes, self.scales.new_ones(run.count), run.bits))
+        found = torch.cat(parts) if parts else torch.zeros(0, layout.columns, device=self.codes.device)
+        return found if rows is None else found[list(rows) if isinstance(rows, range) else rows]
+
+    def left(self, task: int) -> Tensor:
+        """Return a task's columns of `G_t` as rows (k, a); or its rounded offset as one row."""
+        layout = self.layout
+        first = sum(layout.scales_of(other) for other in range(task))
+        scales = self.scales[first : first + layout.scales_of(task)]
+        parts = []
+        for start, end, run, length in layout.pieces_of(task):
+            codes = unpack(self.codes[start:end], run.bits, run.count * length)
+            groups = len(scales) if layout.kind == ROUNDED else run.count
+            own, scales = scales[:groups], scales[groups:]
+            parts.append(decode(codes.view(groups, -1), own, run.bits).view(run.count, length))
+        return torch.cat(parts) if parts else torch.zeros(0, layout.length, device=self.codes.device)
+
+    def rows_used(self, task: int) -> Tensor:
+        """Return the rows of `S` that a task's columns are for."""
+        layout = self.layout
+        if self.index is None:
+            return torch.tensor(layout.used_rows(task), device=self.codes.device, dtype=torch.int64)
+        first = sum(layout.scales_of(other) for other in range(task))
+        return self.index[first : first + layout.scales_of(task)].long()
+
+    def task_factors(self, task: int) -> tuple[Tensor, Tensor]:
+        """Return the factors (a, k) and (k, b) of one task's offset."""
+        return self.left(task).T, self.right(self.rows_used(task))
+
+    def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors (a, k) and (k, b) of a mixture's offset."""
+        found = [(embedding[task], *self.task_factors(task)) for task in embedding.nonzero().flatten().tolist()]
+        if not found:
+            return self.codes.new_zeros(self.layout.rows, 0).float(), self.codes.new_zeros(
+                0, self.layout.columns
+            ).float()
+        return torch.cat([weight * left for weight, left, _ in found], 1), torch.cat([right for *_, right in found])
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """Return the offset of a mixture of tasks, in the parameter's own shape."""
+        layout = self.layout
+        if layout.kind == COMPONENTS:
+            left, right = self.factors(embedding)
+            return (left @ right).view(layout.shape)
+        total = torch.zeros(layout.length, device=self.codes.device)
+        for task in embedding.nonzero().flatten().tolist():
+            for row in self.left(task):
+                total = total + embedding[task] * row
+        return total[: prod(layout.shape)].view(layout.shape)
+
+    def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return `base + offset`, in the dtype and on the device of `base`; write it into `out` if given."""
+        layout = self.layout
+        if layout.kind != COMPONENTS:
+            return torch.add(base, self(embedding).to(base.device, base.dtype), out=out)
+        left, right = (factor.to(base.device, base.dtype) for factor in self.factors(embedding))
+        matrix = base.reshape(layout.rows, layout.columns)
+        out = None if out is None else out.view(layout.rows, layout.columns)
+        return torch.addmm(matrix, left, right, out=out).view(layout.shape)
+
+
+def encode_components(
+    layout: ComponentLayout, right: Tensor, lefts: Sequence[Tensor], index: Sequence[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the stored tensors of rows of `S` (without scales: unit codes) and tasks' columns, in the layout's order.
+
+    `right` holds codes already; `lefts` numbers, which are rounded here.
+    """
+    codes: list[Tensor] = []
+    scales: list[Tensor] = []
+    first = 0
+    for _, _, run, _ in layout.pieces_of(None):
+        codes.append(pack(right[first : first + run.count], run.bits))
+        first += run.count
+    for task, left in enumerate(lefts):
+        first = 0
+        for _, _, run, length in layout.pieces_of(task):
+            part = left[first : first + run.count]
+            if layout.kind == ROUNDED:
+                part = nn.functional.pad(part, (0, length - part.shape[1])).view(-1, GROUP)
+            found, scale = encode(part, run.bits)
+            codes.append(pack(found, run.bits))
+            scales.append(scale)
+            first += run.count
+    stored = {
+        "codes": torch.cat(codes) if codes else torch.zeros(0, dtype=torch.uint8),
+        "scales": torch.cat(scales) if scales else torch.zeros(0, dtype=SCALE_DTYPE),
+    }
+    if index is not None:
+        stored["index"] = torch.cat(list(index)).to(INDEX_DTYPE)
+    return stored
