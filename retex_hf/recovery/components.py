@@ -61,7 +61,8 @@ def count_of(runs: Runs) -> int:
 class ComponentLayout:
     """The storage layout of one parameter's offsets.
 
-    - `components`: the parameter is a matrix of `rows` times `columns`. `right` are the runs of the rows of `S`; `left`
+    - `components`: the parameter is a matrix of `rows` times `columns`, or a stack of `batch` matrices on top of one
+      another. `right` are the runs of the rows of `S`; `left`
       those of every task's columns of `G_t`. If `owned`, each task uses rows of its own, which follow one another in
       the order of the tasks; otherwise an index says which rows a column is for.
     - `rounded`: every task's offset as it is, in groups of 64 numbers with a scale each; `left` has at most one run of
@@ -75,6 +76,12 @@ class ComponentLayout:
     rows: int = 0
     columns: int = 0
     owned: bool = True
+    batch: int = 1
+
+    @property
+    def is_factored(self) -> bool:
+        """Return whether offsets are products of two matrices."""
+        return self.kind == COMPONENTS
 
     @property
     def rank(self) -> int:
@@ -188,7 +195,29 @@ class ComponentGenerator(nn.Module):
         return self.left(task).T, self.right(self.rows_used(task))
 
     def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors (a, k) and (k, b) of a mixture's offset."""
+        """Return the factors (batch, a, k) and (batch, k, b) of a mixture's offset."""
+        left, right = self._mixed(embedding)
+        return left.view(self.layout.batch, -1, left.shape[1]), right.expand(self.layout.batch, *right.shape)
+
+    def joint_factors(self, embeddings: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
+        """Return one `G` (a, k) for every embedding (None: no offset), and the rows (k, b) of `S` that any of them uses."""
+        tasks = sorted({task for one in embeddings if one is not None for task in one.nonzero().flatten().tolist()})
+        used = {task: self.rows_used(task) for task in tasks}
+        rows, places = torch.unique(torch.cat(list(used.values())), return_inverse=True) if tasks else (None, None)
+        if rows is None or places is None:
+            nothing = torch.zeros(self.layout.rows, 0, device=self.codes.device)
+            return [nothing] * len(embeddings), nothing.new_zeros(0, self.layout.columns)
+        columns = dict(zip(tasks, places.split([len(used[task]) for task in tasks]), strict=True))
+        lefts = {task: self.left(task).T for task in tasks}
+        found = []
+        for one in embeddings:
+            whole = torch.zeros(self.layout.rows, len(rows), device=self.codes.device)
+            for task in [] if one is None else one.nonzero().flatten().tolist():
+                whole[:, columns[task]] += one[task] * lefts[task]
+            found.append(whole)
+        return found, self.right(rows)
+
+    def _mixed(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
         found = [(embedding[task], *self.task_factors(task)) for task in embedding.nonzero().flatten().tolist()]
         if not found:
             return self.codes.new_zeros(self.layout.rows, 0).float(), self.codes.new_zeros(
@@ -200,7 +229,7 @@ class ComponentGenerator(nn.Module):
         """Return the offset of a mixture of tasks, in the parameter's own shape."""
         layout = self.layout
         if layout.kind == COMPONENTS:
-            left, right = self.factors(embedding)
+            left, right = self._mixed(embedding)
             return (left @ right).view(layout.shape)
         total = torch.zeros(layout.length, device=self.codes.device)
         for task in embedding.nonzero().flatten().tolist():
@@ -213,7 +242,7 @@ class ComponentGenerator(nn.Module):
         layout = self.layout
         if layout.kind != COMPONENTS:
             return torch.add(base, self(embedding).to(base.device, base.dtype), out=out)
-        left, right = (factor.to(base.device, base.dtype) for factor in self.factors(embedding))
+        left, right = (factor.to(base.device, base.dtype) for factor in self._mixed(embedding))
         matrix = base.reshape(layout.rows, layout.columns)
         out = None if out is None else out.view(layout.rows, layout.columns)
         return torch.addmm(matrix, left, right, out=out).view(layout.shape)

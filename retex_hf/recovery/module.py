@@ -98,6 +98,10 @@ class OffsetGenerator(nn.Module):
     def forward(self, embedding: Tensor) -> Tensor:
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
 
+    def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors (batch, a, k) and (batch, k, b) of the offset of a matrix."""
+        return self.layout.factors(self.generated(embedding), self.factor("shared"), self.factor("inner"))
+
     def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
         """Return `base + offset`, in the dtype and on the device of `base`; write it into `out` if given."""
         generated = self.generated(embedding).to(base.device, base.dtype)

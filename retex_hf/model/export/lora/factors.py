@@ -58,7 +58,7 @@ class Offsets:
         if name not in self.recovery:
             return torch.zeros(1, rows, 1), torch.zeros(1, 1, columns)
         layout = self.recovery[name].layout
-        if layout.kind == MATRIX and (layout.rows, layout.columns) == (rows, columns):
+        if layout.is_factored and (layout.rows // layout_batch(layout), layout.columns) == (rows, columns):
             return self._stored_factors(name)
         return factor(self.offset(name).reshape(-1, rows, columns), self.merged[alias])
 
