@@ -16,6 +16,7 @@ from typing import Any
 from .errors import ConfigError, brief
 from .utils.atomic_file import whole_file
 from .utils.atomic_folder import check_target
+from .utils.byte_sizes import parse_size
 from .utils.paths import as_path
 from .utils.strict_files import read_json
 from .utils.terminal import visible
@@ -33,6 +34,13 @@ POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
+OBJECTIVES = ("tasks", "sum")
+PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+# Fields that say how offsets of a given rank are made.
+OF_RANKS = (
+    "rank", "inner_rank", "rank_budget", "task_embedding_dim", "recovery", "recovery_dtype", "factor_order",
+    "share_layers", "soft_training",
+)  # fmt: skip
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 # The names of special-token fields in model configurations.
 TOKEN_ID = re.compile(r"[a-z][a-z0-9_]*_token_id")
@@ -141,6 +149,8 @@ class RetexConfig:
     rank: int | str = 256
     inner_rank: int | None = None
     rank_budget: float | None = None
+    storage: float | str | None = None
+    objective: str = "tasks"
     task_embedding_dim: int | None = None
     merge: str | dict[str, Any] = "average"
     recovery: str = "offset"
@@ -183,6 +193,13 @@ class RetexConfig:
             object.__setattr__(self, name, value)  # the fields are frozen for everyone else
 
     def _check_combinations(self) -> None:
+        if self.storage is not None:
+            default = {f.name: f.default for f in fields(self)}
+            for name in OF_RANKS:
+                if getattr(self, name) != default[name]:
+                    raise ConfigError(
+                        f"RetexConfig.storage chooses what is kept of every layer, and its bits; it excludes {name}."
+                    )
         if self.inner_rank is not None and isinstance(self.rank, int) and self.inner_rank > self.rank:
             raise ConfigError(
                 f"RetexConfig.inner_rank must not exceed rank ({self.rank}), not {self.inner_rank}: "
@@ -308,6 +325,31 @@ def _is_trunk(value: Any) -> bool:
     )
 
 
+def _is_storage(value: Any) -> bool:
+    if not isinstance(value, str):
+        return _is_number(value) and 0 < value <= 1
+    share = PERCENT.fullmatch(value)
+    if share is not None:
+        return 0 < float(share[1]) <= 100
+    try:
+        return parse_size(value, "storage") > 0
+    except ConfigError:
+        return False
+
+
+def storage_bytes(storage: float | str, experts: int) -> float:
+    """Return `RetexConfig.storage` in bytes, for experts of as many bytes together.
+
+    >>> from retex_hf.config import storage_bytes
+    >>> storage_bytes(0.01, 2000), storage_bytes("0.5%", 2000), storage_bytes("3KB", 2000)
+    (20.0, 10.0, 3000)
+    """
+    if not isinstance(storage, str):
+        return storage * experts
+    share = PERCENT.fullmatch(storage)
+    return parse_size(storage, "storage") if share is None else float(share[1]) / 100 * experts
+
+
 def _is_soft_training(value: Any) -> bool:
     if value is None:
         return True
@@ -353,6 +395,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rank": (lambda v: v == "full" or _is_int(v, 1), 'a positive integer or "full"'),
     "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
     "rank_budget": (lambda v: v is None or (_is_number(v) and 0 < v <= 1), "a share in (0, 1] or None"),
+    "storage": (
+        lambda v: v is None or _is_storage(v),
+        'a share of the experts\' bytes in (0, 1], as a number or such as "1%", a size such as "50MB", or None',
+    ),
+    "objective": (lambda v: v in OBJECTIVES, f"one of {OBJECTIVES}"),
     "task_embedding_dim": (
         lambda v: v is None or (_is_int(v, 1) and v <= 65_536),
         "a positive integer of at most 65536 or None",

@@ -20,7 +20,7 @@ from ..checkpoints.tokenizer_files import is_side_file, side_files, task_tokeniz
 from ..config import CONFIG_NAME, RetexConfig
 from ..errors import ArtifactError, CheckpointError, brief, shorten
 from ..execution import beside_own
-from ..recovery import OffsetGenerator, RecoveryModule, ScaleGenerator
+from ..recovery import ComponentGenerator, ComponentLayout, Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from ..recovery.quantize import stored_parts
 from ..routing import Signatures, WeightSignatures
 from ..utils.devices import one_device
@@ -291,12 +291,17 @@ def read_recovery(
     folder = files.folder
     entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
     for name, entry in entries.items():
+        if isinstance(entry.layout, ComponentLayout) and entry.layout.num_tasks != len(config.tasks):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME}: {name!r} has components of {entry.layout.num_tasks} tasks, but there are "
+                f"{len(config.tasks)}."
+            )
         if entry.generator not in entries or entries[entry.generator].layout != entry.layout:
             raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} cannot share the generator of {entry.generator!r}.")
     source = files.weights(RECOVERY)
     embedding_dim = config.task_embedding_dim or len(config.tasks)
     parts = {
-        name: stored_parts(entry.layout, embedding_dim, f"{name}.bias" in source.infos, config.recovery_dtype)
+        name: _stored_parts(entry.layout, config, f"{name}.bias" in source.infos)
         for name, entry in entries.items()
         if entry.generator == name
     }
@@ -312,7 +317,7 @@ def read_recovery(
 
     # Do not copy tensors: of a memory-mapped file, tasks that are not used are never read.
     made = {
-        name: OffsetGenerator.of_parts(entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
+        name: _generator(folder, name, entries[name].layout, {p: source.read(f"{name}.{p}") for p in stored})
         for name, stored in parts.items()
     }
     generators = {name: made[entry.generator] for name, entry in entries.items()}
@@ -323,6 +328,29 @@ def read_recovery(
     }
     errors = {name: entry.error for name, entry in entries.items()}
     return RecoveryModule(source.read(TASK_EMBEDDING), generators, scales), errors
+
+
+def _stored_parts(
+    layout: Layout | ComponentLayout, config: RetexConfig, bias: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(layout, ComponentLayout):
+        return layout.stored
+    return stored_parts(layout, config.task_embedding_dim or len(config.tasks), bias, config.recovery_dtype)
+
+
+def _generator(
+    folder: Path, name: str, layout: Layout | ComponentLayout, parts: Mapping[str, Tensor]
+) -> OffsetGenerator | ComponentGenerator:
+    if isinstance(layout, Layout):
+        return OffsetGenerator.of_parts(layout, parts)
+    generator = ComponentGenerator(layout, parts["codes"], parts["scales"], parts.get("index"))
+    if generator.index is not None and len(generator.index):
+        low, high = (int(value) for value in generator.index.aminmax())
+        if low < 0 or high >= layout.rank:
+            raise ArtifactError(
+                f"{folder}: {name!r} has components of direction {high if low >= 0 else low}, of {layout.rank}."
+            )
+    return generator
 
 
 def _read_heads(files: ArtifactFiles, section: dict[str, Any], config: RetexConfig) -> dict[str, dict[str, Tensor]]:

@@ -14,7 +14,8 @@ from ..checkpoints import manifest
 from ..checkpoints.manifest import IF_MEANT
 from ..config import CONFIG_NAME, RetexConfig, read_config_file
 from ..errors import ArtifactError, ConfigError, brief
-from ..recovery import Layout, RecoveryModule
+from ..recovery import ComponentLayout, Layout, RecoveryModule
+from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import KINDS, MATRIX, ORDERS, VECTOR
 from .state import RetexParts
 
@@ -70,7 +71,9 @@ def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> 
     """Describe how one parameter is recovered: its layout, its generator and its error."""
     layout = recovery[name].layout
     values: dict[str, Any] = {"shape": list(layout.shape), "kind": layout.kind}
-    if layout.kind == MATRIX:
+    if isinstance(layout, ComponentLayout):
+        values = layout.to_json()
+    elif layout.kind == MATRIX:
         values |= {"batch": layout.batch, "rows": layout.rows, "columns": layout.columns, "rank": layout.rank}
         values |= {"order": layout.order, "inner_rank": layout.inner_rank}
     return values | {
@@ -129,7 +132,7 @@ def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig,
 class Entry:
     """The configuration's description of one recovered parameter."""
 
-    layout: Layout
+    layout: Layout | ComponentLayout
     generator: str
     scaled: bool
     error: float | None
@@ -139,10 +142,12 @@ class Entry:
         try:
             fields: dict[str, Any] = {"generator": name, "scaled": False, "error": None, **values}
             own = {key: fields.pop(key) for key in ("generator", "scaled", "error")}
-            layout = Layout(shape=tuple(fields.pop("shape")), **fields)
-            valid = _is_valid(layout) and isinstance(own["generator"], str) and isinstance(own["scaled"], bool)
-            valid = valid and _is_error(own["error"])
-        except (TypeError, AttributeError, KeyError):
+            components = fields.get("kind") in (COMPONENTS, ROUNDED)
+            layout = ComponentLayout.from_json(fields) if components else _paper_layout(fields)
+            valid = isinstance(own["generator"], str) and isinstance(own["scaled"], bool) and _is_error(own["error"])
+            # Components are neither shared between layers nor scaled.
+            valid = valid and not (components and (own["generator"] != name or own["scaled"]))
+        except (TypeError, AttributeError, KeyError, ValueError):
             valid = False
         if not valid:
             raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is not valid: {brief(values)}.")
@@ -152,6 +157,13 @@ class Entry:
 def is_count(value: Any) -> bool:
     """Return whether a value is a whole number that can be a size."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
+
+
+def _paper_layout(fields: dict[str, Any]) -> Layout:
+    layout = Layout(**{**fields, "shape": tuple(fields["shape"])})
+    if not _is_valid(layout):
+        raise ValueError
+    return layout
 
 
 def _is_valid(layout: Layout) -> bool:

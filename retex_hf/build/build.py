@@ -21,7 +21,7 @@ from ..artifact.state import RetexParts, bank_of_base
 from ..checkpoints import Checkpoint, ExpertSet, TensorInfo, check_range, open_source, read_finite, typed_path
 from ..checkpoints.tensor_store import FolderStore, Store
 from ..checkpoints.tokenizer_files import find_side_folder, tokenizer_folder, warn_of_other_tokenizers
-from ..config import RetexConfig, matches
+from ..config import RetexConfig, matches, storage_bytes
 from ..data.readout import Classifier, Readout
 from ..errors import ArtifactError, CheckpointError, ConfigError
 from ..merging import Merger, check_calibration, get_merger, learn_options
@@ -37,6 +37,7 @@ from ..recovery import (
     solve_all,
     train,
 )
+from ..recovery.storage import solve_storage
 from ..recovery.work_sharing import run_dealt
 from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
 from ..utils.devices import device_of, parse_device
@@ -291,11 +292,15 @@ def _construct(
         names=[name for name in experts.names if changed[name] and not matches(name, config.exclude)],
         expert_numbers=sum(prod(inventory.shapes[name]) for name in experts.names),
     )
-    layouts = plan_layouts(targets, config, inventory.convolutions, context)
     history = History()
-    if training is None:
+    if config.storage is not None:
+        budget = storage_bytes(config.storage, blueprint.body_bytes * len(experts.tasks))
+        recovery, errors = solve_storage(targets, config, inventory.convolutions, budget, context)
+    elif training is None:
+        layouts = plan_layouts(targets, config, inventory.convolutions, context)
         recovery, errors = solve_all(targets, layouts, config, context, config.recovery_dtype)
     else:
+        layouts = plan_layouts(targets, config, inventory.convolutions, context)
         recovery = train(targets, layouts, config, training, context, history=history, keep_state=keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)

@@ -8,7 +8,7 @@ from math import floor, prod
 
 from ..checkpoints import TensorInfo
 from ..checkpoints.tensor_store import tensor_bytes
-from ..config import RetexConfig, matches
+from ..config import RetexConfig, matches, storage_bytes
 from ..recovery.layout import SHARED_FIRST
 from ..recovery.module import recovery_tensors
 from ..recovery.solver import group_layouts, ruled_layouts
@@ -120,6 +120,8 @@ def _recovery_bytes(
     tasks: int,
     convolutions: frozenset[str],
 ) -> int:
+    if config.storage is not None:
+        return floor(storage_bytes(config.storage, tasks * sum(map(tensor_bytes, body.values()))))
     if config.rank_budget is not None:
         return floor(4 * config.rank_budget * tasks * sum(prod(info.shape) for info in body.values()))
     units = group_layouts(ruled_layouts(shapes, config, tasks, convolutions), config.share_layers)

@@ -113,6 +113,12 @@ class Blueprint:
             for task, expert in self.experts.experts.items()
         }
 
+    @property
+    def body_bytes(self) -> int:
+        """Return the bytes of one expert, without its heads."""
+        infos = self.infos
+        return sum(tensor_bytes(infos[name]) for name in self.experts.names)
+
     def estimate(self) -> BuildEstimate:
         """Estimate the needs of a build to disk."""
         size = sum(tensor_bytes(info) for source in self.sources.values() for info in source.infos.values())

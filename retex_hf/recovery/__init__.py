@@ -2,9 +2,10 @@
 
 from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
+from .components import ComponentGenerator, ComponentLayout
 from .design import Design, dirichlet_moments, narrow_basis
 from .layout import Layout, effective_rank, plan_layout
-from .module import OffsetGenerator, RecoveryModule, ScaleGenerator
+from .module import Generator, OffsetGenerator, RecoveryModule, ScaleGenerator
 from .samplers import sample_weights
 from .solver import plan_layouts, relative_errors, soft_moments, solve_all
 from .targets import Targets
@@ -13,7 +14,10 @@ from .work_sharing import BuildContext
 
 __all__ = [
     "BuildContext",
+    "ComponentGenerator",
+    "ComponentLayout",
     "Design",
+    "Generator",
     "History",
     "Layout",
     "OffsetGenerator",

@@ -77,7 +77,7 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     >>> decode(codes, scale, 2).tolist()
     [[1.0, -1.0, 1.0, 1.0]]
     """
-    rows = rows.float()
+    rows = rows.float().contiguous()
     levels = codebook(bits).to(rows.device)
     edges = (levels[1:] + levels[:-1]) / 2
     if bits > LARGEST_CODEBOOK:

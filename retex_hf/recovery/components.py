@@ -10,20 +10,24 @@ rows of `S`, then the columns of task 0, 1, ...; within each, runs of equal bits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .codes import SCALE_DTYPE, decode, encode, pack, packed_bytes, unpack
+from .codes import BITS, SCALE_DTYPE, decode, encode, pack, packed_bytes, unpack
 
 COMPONENTS, ROUNDED = "components", "rounded"
 # Numbers that share a scale in a tensor that is not factored.
 GROUP = 64
 INDEX_DTYPE = torch.int16
+LARGEST_INDEX = 2**15
+# The limit of any size in a description, which may be untrusted.
+MOST = 2**31
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,68 @@ class ComponentLayout:
     batch: int = 1
 
     @property
+    def matrix_rows(self) -> int:
+        """Return how many rows each matrix of the parameter has."""
+        return self.rows // self.batch
+
+    @property
     def is_factored(self) -> bool:
         """Return whether offsets are products of two matrices."""
         return self.kind == COMPONENTS
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout as plain values: a run is `[count, bits]`."""
+        left = [[[run.count, run.bits] for run in runs] for runs in self.left]
+        values: dict[str, Any] = {"shape": list(self.shape), "kind": self.kind, "left": left}
+        if self.kind == COMPONENTS:
+            values["right"] = [[run.count, run.bits] for run in self.right]
+            values |= {"rows": self.rows, "columns": self.columns, "owned": self.owned, "batch": self.batch}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ComponentLayout:
+        """Invert `to_json`; raise a TypeError, ValueError or KeyError for values that it never returns."""
+
+        def runs(found: Any) -> Runs:
+            made = tuple(Run(count, bits) for count, bits in found)
+            if not all(type(run.count) is int and 0 < run.count < MOST and run.bits in BITS for run in made):
+                raise ValueError
+            return made
+
+        fields = {**values, "shape": tuple(values["shape"]), "left": tuple(map(runs, values["left"]))}
+        layout = cls(**{**fields, "right": runs(fields.get("right", ()))})
+        layout.check()
+        return layout
+
+    def check(self) -> None:
+        """Raise a ValueError for a layout that no parameter can have."""
+        sizes = (*self.shape, self.rows, self.columns, self.batch)
+        whole = all(type(size) is int and 0 <= size < MOST for size in sizes) and type(self.owned) is bool
+        if not whole or self.kind not in (COMPONENTS, ROUNDED):
+            raise ValueError
+        if self.kind == ROUNDED:
+            vectors = all(count_of(runs) <= 1 for runs in self.left)
+            if not vectors or (self.rows, self.columns, self.batch, self.owned, self.right) != (0, 0, 1, True, ()):
+                raise ValueError
+        elif (
+            self.rows * self.columns != prod(self.shape)
+            or not self.columns
+            or not self.batch
+            or self.rows % self.batch
+            or (self.owned and self.rank != sum(map(count_of, self.left)))
+            or (not self.owned and (self.rank > LARGEST_INDEX or any(count_of(runs) > self.rank for runs in self.left)))
+        ):
+            raise ValueError
 
     @property
     def rank(self) -> int:
         """Return how many rows `S` has."""
         return count_of(self.right)
+
+    @property
+    def solved_rank(self) -> int:
+        """Return how many rows of `S` a task uses, on average."""
+        return -(-sum(map(count_of, self.left)) // max(self.num_tasks, 1))
 
     @property
     def num_tasks(self) -> int:
@@ -200,7 +258,7 @@ class ComponentGenerator(nn.Module):
         return left.view(self.layout.batch, -1, left.shape[1]), right.expand(self.layout.batch, *right.shape)
 
     def joint_factors(self, embeddings: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
-        """Return one `G` (a, k) for every embedding (None: no offset), and the rows (k, b) of `S` that any of them uses."""
+        """Return a `G` (a, k) for every embedding (None: none), and the rows (k, b) of `S` that any of them uses."""
         tasks = sorted({task for one in embeddings if one is not None for task in one.nonzero().flatten().tolist()})
         used = {task: self.rows_used(task) for task in tasks}
         rows, places = torch.unique(torch.cat(list(used.values())), return_inverse=True) if tasks else (None, None)

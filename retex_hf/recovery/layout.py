@@ -35,6 +35,11 @@ class Layout:
     inner_rank: int | None = None
 
     @property
+    def matrix_rows(self) -> int:
+        """Return how many rows each matrix of the parameter has."""
+        return self.rows
+
+    @property
     def is_factored(self) -> bool:
         """Return whether offsets are products of two matrices."""
         return self.kind == MATRIX

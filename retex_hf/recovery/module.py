@@ -4,12 +4,13 @@ parameter tensor (per shape, with shared layers), and for the affine variant one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Self, cast
+from typing import Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from .closed_form import Solution
+from .components import ComponentGenerator
 from .layout import Layout
 from .quantize import SCALE, decode, encode_parts, stored_parts
 
@@ -110,6 +111,10 @@ class OffsetGenerator(nn.Module):
         return self.layout.added(base, generated, shared, inner, out)
 
 
+# Either form of one parameter's offsets: the paper's, or components at a few bits each.
+Generator: TypeAlias = OffsetGenerator | ComponentGenerator
+
+
 class ScaleGenerator(nn.Module):
     """Predicts the affine variant's gamma of one parameter from a task embedding: `e @ weight + bias`."""
 
@@ -140,7 +145,7 @@ class RecoveryModule(nn.Module):
     def __init__(
         self,
         task_embedding: Tensor,
-        generators: Mapping[str, OffsetGenerator],
+        generators: Mapping[str, Generator],
         scales: Mapping[str, ScaleGenerator] | None = None,
     ) -> None:
         super().__init__()
@@ -209,7 +214,7 @@ class RecoveryModule(nn.Module):
         self, names: Sequence[str], solution: Solution, basis: Tensor | None = None, dtype: str = "float32"
     ) -> None:
         """Write a solution for the parameters that share it; `dtype` is how the factors are stored."""
-        generator, embedding_dim = self[names[0]], self.task_embedding.shape[1]
+        generator, embedding_dim = self.paper_form(names[0]), self.task_embedding.shape[1]
         weight, bias = _generator_rows(solution.generated, embedding_dim, basis)
         factors = zip(PARTS, (weight, bias, solution.shared, solution.inner), strict=True)
         parts = {part: tensor for part, tensor in factors if tensor is not None}
@@ -226,7 +231,7 @@ class RecoveryModule(nn.Module):
     @torch.no_grad()
     def write_whole(self, name: str, task: int, difference: Tensor, dtype: str = "float32") -> None:
         """Write one task's difference, for a parameter that is not factored."""
-        generator = self[name]
+        generator = self.paper_form(name)
         row = {"weight": difference.reshape(1, -1).float()}
         for part, tensor in encode_parts(generator.layout, row, dtype).items():
             generator.get_parameter(part)[task] = tensor[0]
@@ -277,8 +282,14 @@ class RecoveryModule(nn.Module):
     def __contains__(self, name: object) -> bool:
         return name in self._keys
 
-    def __getitem__(self, name: str) -> OffsetGenerator:
-        return cast(OffsetGenerator, self.generators[self._keys[name]])
+    def __getitem__(self, name: str) -> Generator:
+        return cast(Generator, self.generators[self._keys[name]])
+
+    def paper_form(self, name: str) -> OffsetGenerator:
+        """Return the generator of a parameter whose offsets have the paper's form."""
+        generator = self[name]
+        assert not isinstance(generator, ComponentGenerator)  # components are neither trained nor stored otherwise
+        return generator
 
     def generator_name(self, name: str) -> str:
         """Return the name a parameter's generator is stored under: its own, or that of the first layer that shares
@@ -319,7 +330,7 @@ class RecoveryModule(nn.Module):
         stored: dict[str, OffsetGenerator] = {}
         for name, key in self._keys.items():
             if key not in stored:
-                stored[key] = self[name].stored_as(dtype)
+                stored[key] = self.paper_form(name).stored_as(dtype)
         generators = {name: stored[key] for name, key in self._keys.items()}
         scales = {name: scale for name in self if (scale := self.scale(name)) is not None}
         return RecoveryModule(self.task_embedding.detach(), generators, scales)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError, InputError
-from ..recovery import OffsetGenerator, RecoveryModule
+from ..recovery import ComponentGenerator, Generator, RecoveryModule
+from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import GENERATED_FIRST, MATRIX, WHOLE
 from .features import FeatureExtractor
 from .fitting import without_labels
@@ -64,11 +65,14 @@ class Responses:
     `grams` (T, r, r); where it is the task's own (or there are no factors), every task has a projection.
     """
 
-    def __init__(self, module: nn.Module, generator: OffsetGenerator, embeddings: Tensor) -> None:
+    def __init__(self, module: nn.Module, generator: Generator, embeddings: Tensor) -> None:
         self.module = module
         layout, transposed = generator.layout, isinstance(module, Conv1D)
-        shared, inner = generator.factor("shared"), generator.factor("inner")
         self.grams: Tensor | None = None
+        if isinstance(generator, ComponentGenerator):
+            self._respond_separately(generator, embeddings, transposed)
+            return
+        shared, inner = generator.factor("shared"), generator.factor("inner")
         own = [generator.generated(embedding) for embedding in embeddings]
         if shared is None:  # stored whole
             own = [factor.view(layout.shape[0], -1) for factor in own]
@@ -91,6 +95,19 @@ class Responses:
             triangle = torch.linalg.qr(shared, mode="r").R
             self.projections = [triangle @ factor for factor in own]
             self.norms = torch.stack([factor.square().sum() for factor in self.projections])
+
+    def _respond_separately(self, generator: ComponentGenerator, embeddings: Tensor, transposed: bool) -> None:
+        """Give every task a projection of its own: |L R x| = |T R x| with the small triangle T of L = Q T."""
+        self.projections = []
+        for embedding in embeddings:
+            if generator.layout.is_factored:
+                left, right = (factor[0] for factor in generator.factors(embedding))
+                left, right = (right.T, left.T) if transposed else (left, right)
+                self.projections.append(torch.linalg.qr(left, mode="r").R @ right)
+            else:
+                offset = generator(embedding).flatten(1)
+                self.projections.append(offset.T if transposed else offset)
+        self.norms = torch.stack([matrix.square().sum() for matrix in self.projections])
 
     @property
     def usable(self) -> bool:
@@ -196,9 +213,9 @@ def _listen(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
         current.heard.append(responses(hidden.float(), mask.to(hidden.device).bool() if fits else None))
 
 
-def _can_respond(module: nn.Module, generator: OffsetGenerator) -> bool:
+def _can_respond(module: nn.Module, generator: Generator) -> bool:
     layout = generator.layout
-    if layout.kind not in (MATRIX, WHOLE) or layout.batch != 1:
+    if layout.kind not in (MATRIX, WHOLE, COMPONENTS, ROUNDED) or layout.batch != 1:
         return False
     if isinstance(module, nn.Conv2d):
         return module.groups == 1 and module.padding_mode == "zeros"

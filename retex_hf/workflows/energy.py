@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..recovery import OffsetGenerator, RecoveryModule
-from ..recovery.layout import GENERATED_FIRST, MATRIX
+from ..recovery import Generator, RecoveryModule
 from .analysis import average_ratios
 
 # Evenly spaced over the model: more layers take longer and hardly change the mean.
@@ -40,21 +39,13 @@ def recovered_energy(recovery: RecoveryModule, tasks: Sequence[str]) -> dict[str
     return {task: average_ratios(found) for task, found in ratios.items() if found}
 
 
-def _direction_energies(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
+def _direction_energies(generator: Generator, embedding: Tensor) -> Tensor:
     """Return the squared singular values of one offset, in descending order."""
-    layout = generator.layout
-    shared, inner = generator.factor("shared"), generator.factor("inner")
-    if layout.kind != MATRIX or shared is None:
+    if not generator.layout.is_factored:
         return _squared_singular_values(generator(embedding))
-    varying, shared = generator.generated(embedding)[0], shared[0]
-    # Treat the shared factor as the last: transposing a product does not change its singular values.
-    if layout.order != GENERATED_FIRST:
-        varying, shared = varying.T, shared.T
-        inner = None if inner is None else inner.mT
-    if inner is not None:
-        varying = varying @ inner[0]
-    # G S = G R^T Q^T with orthonormal Q: an (a, r) matrix has the singular values of the (a, b) one.
-    return _squared_singular_values(varying @ torch.linalg.qr(shared.T).R.T)
+    left, right = (factor[0] for factor in generator.factors(embedding))
+    # L S = L R^T Q^T with orthonormal Q: an (a, r) matrix has the singular values of the (a, b) one.
+    return _squared_singular_values(left @ torch.linalg.qr(right.T).R.T)
 
 
 def _squared_singular_values(matrix: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from ..checkpoints.sources import open_files, weight_files
 from ..checkpoints.tensor_store import tensor_bytes
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, brief
-from ..recovery import OffsetGenerator, RecoveryModule
-from ..recovery.layout import GENERATED_FIRST, MATRIX, VECTOR
+from ..recovery import ComponentGenerator, Generator, RecoveryModule
+from ..recovery.layout import GENERATED_FIRST, VECTOR
 from ..utils.parameter_names import layer_type
 from ..utils.progress import track
 
@@ -101,7 +101,7 @@ def _layer(recovery: RecoveryModule, name: str, error: float | None) -> dict[str
     return {
         "shape": list(layout.shape),
         "kind": layout.kind,
-        "rank": layout.rank if layout.kind == MATRIX else None,
+        "rank": layout.rank if layout.is_factored else None,
         "error": error,
         "generator": generator,
         "bytes": bytes_of(own),
@@ -113,10 +113,10 @@ def _spectrum(recovery: RecoveryModule, name: str, tasks: list[str]) -> dict[str
     """Return the energy of a layer's offsets per task, and per direction that all tasks share."""
     generator, layout = recovery[name], recovery[name].layout
     pairs = list(zip(tasks, recovery.task_embedding, strict=True))
-    if layout.kind != MATRIX:
+    if not layout.is_factored:
         energies = {task: float(generator(row).double().square().sum()) for task, row in pairs}
         return {"energy": sum(energies.values()), "task_energy": energies, "directions": None}
-    grams = {task: _gram(generator, row) for task, row in pairs}
+    grams = _grams(generator, tasks, recovery.task_embedding)
     eigenvalues = torch.linalg.eigvalsh(sum(grams.values())).clamp(min=0).flatten().sort(descending=True).values
     total = float(eigenvalues.sum())
     kept = int((eigenvalues.cumsum(0) < MOST_OF_THE_ENERGY * total).sum()) + 1 if total else 0
@@ -124,18 +124,20 @@ def _spectrum(recovery: RecoveryModule, name: str, tasks: list[str]) -> dict[str
     return {"energy": total, "task_energy": energies, "directions": kept}
 
 
-def _gram(generator: OffsetGenerator, embedding: Tensor) -> Tensor:
-    """Return the Gram matrix of one task's offset in coordinates of the shared factor's orthonormal directions."""
-    shared, inner = generator.factor("shared"), generator.factor("inner")
-    assert shared is not None  # every factored matrix has one
-    generated, shared = generator.generated(embedding).double(), shared.double()
-    if generator.layout.order != GENERATED_FIRST:
-        generated, shared = generated.mT, shared.mT
-        inner = None if inner is None else inner.mT
-    if inner is not None:
-        generated = generated @ inner.double()
-    # G S = (G R^T) Q^T with orthonormal Q, whose directions do not depend on the task.
-    coordinates = generated @ torch.linalg.qr(shared.mT).R.mT
+def _grams(generator: Generator, tasks: list[str], embeddings: Tensor) -> dict[str, Tensor]:
+    """Return the Gram matrix of each task's offset, in orthonormal coordinates that do not depend on the task."""
+    if isinstance(generator, ComponentGenerator):
+        lefts, right = generator.joint_factors(list(embeddings))
+        return {task: _gram(left, right) for task, left in zip(tasks, lefts, strict=True)}
+    pairs = [generator.factors(embedding) for embedding in embeddings]
+    if generator.layout.order != GENERATED_FIRST:  # the shared factor is the first
+        pairs = [(right.mT, left.mT) for left, right in pairs]
+    return {task: _gram(left, right) for task, (left, right) in zip(tasks, pairs, strict=True)}
+
+
+def _gram(left: Tensor, right: Tensor) -> Tensor:
+    # G S = (G R^T) Q^T with orthonormal Q.
+    coordinates = left.double() @ torch.linalg.qr(right.double().mT).R.mT
     return coordinates.mT @ coordinates
 
 

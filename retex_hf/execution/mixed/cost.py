@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...recovery import RecoveryModule
-from ...recovery.layout import MATRIX
+from ...recovery.layout import VECTOR
 
 # Multiplications in the time it takes to read one float32 number from memory; this dominates where few rows meet large
 # matrices (decoding). Calibrated with examples/benchmarks/execution.py.
@@ -47,10 +47,10 @@ class Work:
                 continue
             layout = recovery[name].layout
             shape = torch.Size(layout.shape)
-            if len(shape) < 2 or layout.kind not in (MATRIX, "whole"):
+            if len(shape) < 2 or layout.kind == VECTOR:
                 continue
             rows, columns = shape[0], shape.numel() // shape[0]
-            rank = layout.solved_rank if layout.kind == MATRIX else min(rows, columns)
+            rank = layout.solved_rank if layout.is_factored else min(rows, columns)
             products.append(Product(rows, columns, rank, max(1.0, numbers / columns), name))
         return cls(products, input_size)
 

@@ -249,7 +249,7 @@ def convolution(
     where, source = (stride, padding, dilation, groups), _factored(weight)
     if not isinstance(weight, TaskTensor):
         out = func(x, weight, None, *where)
-    elif source is None or groups != 1 or source.layout.kind != "matrix" or source.shared_first:
+    elif source is None or groups != 1 or not source.layout.is_factored or source.shared_first:
         out = _segmentwise(call, lambda rows, kernel: func(rows, kernel, None, *where), x, per_row, weight)
     else:
         generated, shared = source.factors(call, x.device)

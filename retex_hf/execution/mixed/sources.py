@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...recovery import Layout, RecoveryModule
+from ...recovery import ComponentGenerator, ComponentLayout, Layout, RecoveryModule
+from ...recovery.components import ROUNDED
 from ...recovery.layout import MATRIX, SHARED_FIRST, VECTOR
 from .call import MixedCall, Origin
 from .products import OwnFactors
@@ -92,17 +93,23 @@ class Recovered(TensorSource):
         return self.name
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout | ComponentLayout:
         return self.recovery[self.name].layout
 
     @property
     def shared_first(self) -> bool:
-        return self.layout.order == SHARED_FIRST
+        layout = self.layout
+        return isinstance(layout, Layout) and layout.order == SHARED_FIRST
 
     def values(self, call: MixedCall) -> list[Tensor]:
         """Return the recovered tensors of all segments; keep only vectors, which are small."""
         if self.layout.kind == VECTOR:
             return call.kept(("values", self.name), lambda: self._vectors(call))
+        if self.layout.kind == ROUNDED and len(self.layout.shape) < 2:
+            return call.kept(("values", self.name), lambda: self._recovered(call))
+        return self._recovered(call)
+
+    def _recovered(self, call: MixedCall) -> list[Tensor]:
         with full_precision(call.device), torch.no_grad():
             return [
                 self.recovery.recover(self.name, self.merged, segment.embedding).to(self.merged.dtype)
@@ -115,7 +122,7 @@ class Recovered(TensorSource):
     def _vectors(self, call: MixedCall) -> list[Tensor]:
         """Recover the vectors of all segments at once, because they are many and small."""
         device, scales = self.merged.device, self.scales(call)
-        scalar = self.recovery[self.name].factor("shared")
+        scalar = self.recovery.paper_form(self.name).factor("shared")
         assert scalar is not None  # of every vector
         merged = self.merged.float().expand(len(call.segments), *self.merged.shape)
         with full_precision(device):
@@ -125,10 +132,10 @@ class Recovered(TensorSource):
             return list(torch.addcmul(merged, offsets, scalar.to(device)).to(self.merged.dtype))
 
     def _generated(self, call: MixedCall) -> list[Tensor]:
-        generator, rows = self.recovery[self.name], call.one_hot_rows
+        generator, rows = self.recovery.paper_form(self.name), call.one_hot_rows
         if rows is not None:
             return [generator.generated_row(row) for row in rows]
-        nothing = torch.zeros(self.layout.generated_shape, device=call.device)
+        nothing = torch.zeros(generator.layout.generated_shape, device=call.device)
         return [generator.generated(part.embedding) if part.recovered else nothing for part in call.segments]
 
     def scales(self, call: MixedCall) -> list[Tensor] | None:
@@ -172,6 +179,8 @@ class Recovered(TensorSource):
     @torch.no_grad()
     def _factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
         generator = self.recovery[self.name]
+        if isinstance(generator, ComponentGenerator):
+            return self._components(generator, call)
         with full_precision(call.device):
             generated = self._generated(call)
         shared, inner = generator.factor("shared"), generator.factor("inner")
@@ -184,3 +193,11 @@ class Recovered(TensorSource):
         if shared is not None:  # the scalar of a vector
             generated = [factor * shared for factor in generated]
         return [factor.view(self.layout.shape[0], -1) for factor in generated], None
+
+    def _components(self, generator: ComponentGenerator, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
+        embeddings = [segment.embedding if segment.recovered else None for segment in call.segments]
+        if generator.layout.is_factored:
+            return generator.joint_factors(embeddings)
+        nothing = torch.zeros(generator.layout.shape, device=call.device)
+        offsets = [nothing if embedding is None else generator(embedding) for embedding in embeddings]
+        return [offset.view(self.layout.shape[0], -1) for offset in offsets], None

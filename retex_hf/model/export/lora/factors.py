@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ....checkpoints import take_inventory
 from ....recovery import RecoveryModule
-from ....recovery.layout import GENERATED_FIRST, MATRIX
 from .plan import Plan
 
 # Directions of a whole difference weaker than this, relative to the strongest, are rounding.
@@ -58,25 +57,17 @@ class Offsets:
         if name not in self.recovery:
             return torch.zeros(1, rows, 1), torch.zeros(1, 1, columns)
         layout = self.recovery[name].layout
-        if layout.is_factored and (layout.rows // layout_batch(layout), layout.columns) == (rows, columns):
+        if layout.is_factored and (layout.matrix_rows, layout.columns) == (rows, columns):
             return self._stored_factors(name)
         return factor(self.offset(name).reshape(-1, rows, columns), self.merged[alias])
 
     def _stored_factors(self, name: str) -> tuple[Tensor, Tensor]:
-        generator = self.recovery[name]
-        generated, shared, inner = (
-            generator.generated(self.embedding),
-            generator.factor("shared"),
-            generator.factor("inner"),
-        )
-        assert shared is not None  # only matrices have stored factors, and all of them share one
-        if generator.layout.order == GENERATED_FIRST:
-            return generated.cpu(), (shared if inner is None else inner @ shared).cpu()
-        return (shared if inner is None else shared @ inner).cpu(), generated.cpu()
+        left, right = self.recovery[name].factors(self.embedding)
+        return left.cpu(), right.cpu()
 
     def _energy(self, name: str) -> float:
         """Return the squared norm of an offset, computed from its factors if it has any."""
-        if self.recovery[name].layout.kind != MATRIX:
+        if not self.recovery[name].layout.is_factored:
             return self.offset(name).double().square().sum().item()
         left, right = (part.double() for part in self._stored_factors(name))
         return ((left.mT @ left) * (right @ right.mT)).sum().item()
