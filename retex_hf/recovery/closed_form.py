@@ -216,6 +216,11 @@ def _inner_factor(layout: Layout) -> Tensor | None:
     return torch.eye(*layout.inner_shape[1:]).expand(layout.inner_shape).clone()
 
 
+def right_vectors(differences: list[Tensor], rank: int) -> Tensor:
+    """Return the first `rank` right singular vectors of stacked matrices as rows, in float64."""
+    return _right_vectors(differences, rank)[0].double()
+
+
 def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[Tensor, float, float]:
     """Return the top right singular vectors of the stack as rows, the energy outside the first `kept`, and the total
     energy."""

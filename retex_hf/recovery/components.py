@@ -307,7 +307,7 @@ class ComponentGenerator(nn.Module):
 
 
 def encode_components(
-    layout: ComponentLayout, right: Tensor, lefts: Sequence[Tensor], index: Sequence[Tensor] | None = None
+    layout: ComponentLayout, right: Tensor | None, lefts: Sequence[Tensor], index: Sequence[Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return the stored tensors of rows of `S` (without scales: unit codes) and tasks' columns, in the layout's order.
 
@@ -316,7 +316,7 @@ def encode_components(
     codes: list[Tensor] = []
     scales: list[Tensor] = []
     first = 0
-    for _, _, run, _ in layout.pieces_of(None):
+    for _, _, run, _ in layout.pieces_of(None) if right is not None else ():
         codes.append(pack(right[first : first + run.count], run.bits))
         first += run.count
     for task, left in enumerate(lefts):

@@ -9,20 +9,21 @@ every parameter counts the same as well. The plain sum of the paper has all weig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
-from .allocation import OWN, SHARED, WHOLE, Directions, Kept, allocate_bytes
-from .closed_form import gram
+from .allocation import OWN, SHARED, WHOLE, Choice, Directions, Kept, allocate_bytes
+from .closed_form import gram, right_vectors
 from .codes import SCALE_BITS, codebook, encode
 from .components import (
     COMPONENTS,
     GROUP,
+    LARGEST_INDEX,
     ROUNDED,
     ComponentGenerator,
     ComponentLayout,
@@ -39,18 +40,15 @@ ALPHA = 0.5
 # A column of a shared direction also stores which direction it is for.
 INDEX_BITS = 16
 
-
-def matrix_shape(shape: tuple[int, ...], convolution: bool) -> tuple[int, int] | None:
-    """Return a parameter's sides as a matrix; None for vectors. Stacks of matrices are one tall matrix."""
-    sides = [size for size in ((shape[0], prod(shape[1:])) if convolution or len(shape) == 4 else shape) if size != 1]
-    return None if len(sides) < 2 else (prod(sides[:-1]), sides[-1])
+Sides = tuple[int, int, int]
+"""A parameter as a stack of matrices: how many, their rows and their columns."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The energy of every task's difference in one parameter, and of every direction: own (T, n), shared (n, T)."""
+class Measured(TypedDict):
+    """Weighted energies of one parameter: of every task's difference (T), of the directions of each task's own
+    difference (T, n), and of directions that all share, for every task (n, T)."""
 
-    energies: list[float]
+    whole: list[float]
     own: list[list[float]]
     shared: list[list[float]]
 
@@ -59,165 +57,187 @@ def solve_storage(
     targets: Targets, config: RetexConfig, convolutions: frozenset[str], budget: float, context: BuildContext
 ) -> tuple[RecoveryModule, dict[str, float]]:
     """Return the recovery of at most `budget` bytes, and the relative error it leaves in every parameter."""
-    tasks = targets.num_tasks
-    sides = {name: matrix_shape(tuple(targets.merged[name].shape), name in convolutions) for name in targets.names}
-    numbers = {name: float(prod(targets.merged[name].shape)) for name in targets.names}
+    shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
+    sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
+    numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
     energies = run_dealt(context, numbers, lambda name: _energies(targets, name), "Measuring")
-    weights = task_weights(energies, config)
+    weights = task_weights(energies, config.objective)
     measured = run_dealt(
-        context, numbers, lambda name: _measure(targets, name, sides[name], weights[name]), "Reading spectra"
+        context, numbers, lambda name: measure(targets.differences(name), sides[name], weights[name]), "Reading spectra"
     )
-    ways = {name: _ways(measured[name], tuple(targets.merged[name].shape), sides[name]) for name in targets.names}
-    kept = allocate_bytes(ways, budget)
+    embedding = targets.num_tasks**2 * 4
+    kept = allocate_bytes(
+        {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}, budget - embedding
+    )
     layouts = {
-        name: _layout(kept[name], tuple(targets.merged[name].shape), sides[name], tasks)
-        for name in targets.names
-        if kept[name].bytes > 0
+        name: component_layout(found, shapes[name], sides[name]) for name, found in kept.items() if found.bytes > 0
     }
     wanted = {
         f"{name}.{part}": TensorInfo(*info) for name, layout in layouts.items() for part, info in layout.stored.items()
     }
-    wanted[TASK_EMBEDDING] = TensorInfo((tasks, tasks), torch.float32)
+    wanted[TASK_EMBEDDING] = TensorInfo((targets.num_tasks, targets.num_tasks), torch.float32)
     tensors = context.store.allocate("recovery", wanted)
     generators = {
-        name: ComponentGenerator(layout, *(tensors.get(f"{name}.{part}") for part in ("codes", "scales", "index")))
+        name: ComponentGenerator(
+            layout, tensors[f"{name}.codes"], tensors[f"{name}.scales"], tensors.get(f"{name}.index")
+        )
         for name, layout in layouts.items()
     }
     recovery = RecoveryModule(tensors[TASK_EMBEDDING], generators).requires_grad_(False)
     recovery.write_embedding(None)
 
     def work(name: str) -> list[float]:
-        stored = _encode(targets, name, layouts[name], kept[name], weights[name])
+        generator, differences = generators[name], targets.differences(name)
+        stored = encode_differences(differences, generator.layout, kept[name], weights[name])
         for part, tensor in stored.items():
-            generators[name].get_parameter(part).copy_(tensor)
-        return _residual(targets, name, generators[name])
+            generator.get_parameter(part).copy_(tensor)
+        missed = sum(missed_energy(generator, task, difference) for task, difference in enumerate(differences))
+        return [missed, sum(energies[name])]
 
-    found = run_dealt(
-        context,
-        {name: numbers[name] for name in layouts},
-        work,
-        "Solving",
-        lambda name: list(generators[name].parameters()),
-    )
-    errors = {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
-    return recovery, errors
+    costs = {name: numbers[name] for name in layouts}
+    found = run_dealt(context, costs, work, "Solving", lambda name: list(generators[name].parameters()))
+    return recovery, {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
 
 
-def task_weights(energies: Mapping[str, Sequence[float]], config: RetexConfig) -> dict[str, list[float]]:
-    """Return the weight of every task's error in every parameter."""
-    if config.objective == "sum":
+def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
+    """Return a parameter as a stack of matrices, as `plan_layout` sees it; None for vectors.
+
+    >>> matrix_sides((768, 3, 16, 16), convolution=True), matrix_sides((8, 64, 32), False), matrix_sides((1, 9), False)
+    ((1, 768, 768), (8, 64, 32), None)
+    """
+    seen = (shape[0], prod(shape[1:])) if convolution or len(shape) == 4 else shape
+    axes = [size for size in seen if size != 1]
+    return None if len(axes) < 2 else (prod(axes[:-2]), axes[-2], axes[-1])
+
+
+def task_weights(energies: Mapping[str, Sequence[float]], objective: str) -> dict[str, list[float]]:
+    """Return the weight of every task's error in every parameter; `energies` are those of the differences."""
+    if objective == "sum":
         return {name: [1.0] * len(own) for name, own in energies.items()}
     totals = [sum(column) for column in zip(*energies.values(), strict=True)]
     return {
         name: [
-            0.0 if energy == 0 or total == 0 else 1 / (total * (energy / total) ** ALPHA)
+            0.0 if energy == 0 else 1 / (total * (energy / total) ** ALPHA)
             for energy, total in zip(own, totals, strict=True)
         ]
         for name, own in energies.items()
     }
 
 
-def _energies(targets: Targets, name: str) -> list[float]:
-    return [targets.difference(task, name).double().square().sum().item() for task in range(targets.num_tasks)]
-
-
-def _measure(
-    targets: Targets, name: str, sides: tuple[int, int] | None, weights: Sequence[float]
-) -> dict[str, list[list[float]]]:
+def measure(differences: list[Tensor], sides: Sides | None, weights: Sequence[float]) -> Measured:
     """Return the weighted energies of a parameter's directions: of each task's own, and of all tasks' together."""
-    differences = [
-        targets.difference(task, name).double() * weight**0.5
-        for task, weight in zip(range(targets.num_tasks), weights, strict=True)
-    ]
-    whole = [difference.square().sum().item() for difference in differences]
+    whole = [_energy(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
     if sides is None:
-        return {"whole": [whole], "own": [], "shared": []}
-    matrices = [difference.reshape(sides) for difference in differences]
-    own = [torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0).tolist() for matrix in matrices]
-    vectors = _shared_vectors(matrices)
-    shared = torch.stack([(matrix @ vectors.T).square().sum(0) for matrix in matrices], 1)
-    return {"whole": [whole], "own": own, "shared": shared.tolist()}
+        return {"whole": whole, "own": [], "shared": []}
+    matrices = _matrices(differences, sides)
+    spectra = [torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0) for matrix in matrices]
+    own = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
+    if len(matrices) == 1:
+        return {"whole": whole, "own": own, "shared": []}
+    rows = _shared_rows(matrices, weights, min(sides[2], sides[0] * sides[1] * len(matrices), LARGEST_INDEX))
+    shared = [(matrix @ rows.T.to(matrix.dtype)).double().square().sum(0) for matrix in matrices]
+    weighted = [energies * weight for energies, weight in zip(shared, weights, strict=True)]
+    return {"whole": whole, "own": own, "shared": torch.stack(weighted, 1).tolist()}
 
 
-def _shared_vectors(matrices: list[Tensor]) -> Tensor:
-    """Return the right singular vectors of stacked matrices as rows, those of most energy first."""
-    products = sum((matrix.T @ matrix for matrix in matrices[1:]), matrices[0].T @ matrices[0])
-    _, vectors = torch.linalg.eigh(products)
-    rows = vectors.flip(1).T
-    return rows[: min(rows.shape[1], sum(len(matrix) for matrix in matrices))]
-
-
-def _ways(
-    measured: Mapping[str, list[list[float]]], shape: tuple[int, ...], sides: tuple[int, int] | None
-) -> dict[str, list[Directions]]:
+def ways_of(measured: Measured, shape: tuple[int, ...], sides: Sides | None) -> dict[str, list[Directions]]:
+    """Return the ways to keep a parameter: as it is, by directions of each task's own, or by directions that all
+    share."""
     groups = -(-prod(shape) // GROUP)
-    energies = [torch.tensor([[energy]]) for energy in measured["whole"][0]]
-    ways = {WHOLE: [Directions(energy, groups * GROUP, 0, groups * SCALE_BITS) for energy in energies]}
-    if sides is not None:
-        rows, columns = sides
-        ways[OWN] = [Directions(torch.tensor(own).unsqueeze(1), rows, columns) for own in measured["own"]]
+    whole = [torch.tensor([[energy]]) for energy in measured["whole"]]
+    ways = {WHOLE: [Directions(energy, groups * GROUP, 0, groups * SCALE_BITS) for energy in whole]}
+    if sides is None:
+        return ways
+    rows, columns = sides[0] * sides[1], sides[2]
+    ways[OWN] = [Directions(torch.tensor(own).unsqueeze(1), rows, columns) for own in measured["own"]]
+    if measured["shared"]:
         ways[SHARED] = [Directions(torch.tensor(measured["shared"]), rows, columns, SCALE_BITS + INDEX_BITS)]
     return ways
 
 
-def _layout(kept: Kept, shape: tuple[int, ...], sides: tuple[int, int] | None, tasks: int) -> ComponentLayout:
+def component_layout(kept: Kept, shape: tuple[int, ...], sides: Sides | None) -> ComponentLayout:
+    """Return how the choice for one parameter is stored."""
     if kept.way == WHOLE or sides is None:
-        left = tuple(runs_of([int(choice.left[0, 0])]) if choice.left[0, 0] else () for choice in kept.choices)
-        return ComponentLayout(shape, ROUNDED, left)
-    rows, columns = sides
+        bits = [int(choice.left[0, 0]) for choice in kept.choices]
+        return ComponentLayout(shape, ROUNDED, tuple(runs_of([one]) if one else () for one in bits))
+    batch, rows, columns = sides[0], sides[0] * sides[1], sides[2]
     if kept.way == OWN:
-        chosen = [order(choice.right, choice.left[:, 0]) for choice in kept.choices]
-        right = [int(choice.right[i]) for choice, own in zip(kept.choices, chosen, strict=True) for i in own]
-        left = tuple(
-            runs_of([int(choice.left[i, 0]) for i in own]) for choice, own in zip(kept.choices, chosen, strict=True)
-        )
-        return ComponentLayout(shape, COMPONENTS, left, runs_of(right), rows, columns)
+        right = [int(choice.right[i]) for choice in kept.choices for i in _own_order(choice)]
+        left = tuple(runs_of([int(choice.left[i, 0]) for i in _own_order(choice)]) for choice in kept.choices)
+        return ComponentLayout(shape, COMPONENTS, left, runs_of(right), rows, columns, batch=batch)
     (choice,) = kept.choices
-    right = [int(choice.right[i]) for i in order(choice.right)]
-    left = tuple(runs_of([int(choice.left[i, task]) for i in order(choice.left[:, task])]) for task in range(tasks))
-    return ComponentLayout(shape, COMPONENTS, left, runs_of(right), rows, columns, owned=False)
+    columns_of = [choice.left[:, task] for task in range(choice.left.shape[1])]
+    left = tuple(runs_of([int(bits[i]) for i in _order(bits)]) for bits in columns_of)
+    right = runs_of([int(choice.right[i]) for i in _order(choice.right)])
+    return ComponentLayout(shape, COMPONENTS, left, right, rows, columns, owned=False, batch=batch)
 
 
-def order(*bits: Tensor) -> list[int]:
-    """Return the kept vectors, those of the most bits first."""
-    kept = [i for i in range(len(bits[0])) if bits[0][i] > 0]
-    return sorted(kept, key=lambda i: tuple(-int(one[i]) for one in bits))
-
-
-def _encode(
-    targets: Targets, name: str, layout: ComponentLayout, kept: Kept, weights: Sequence[float]
+def encode_differences(
+    differences: list[Tensor], layout: ComponentLayout, kept: Kept, weights: Sequence[float]
 ) -> dict[str, Tensor]:
-    tasks = range(targets.num_tasks)
-    differences = [targets.difference(task, name).double() for task in tasks]
+    """Return the stored tensors of all tasks' differences in one parameter."""
     if layout.kind == ROUNDED:
-        lefts = [
-            difference.reshape(1, -1) if runs else difference.new_zeros(0, difference.numel())
-            for difference, runs in zip(differences, layout.left, strict=True)
-        ]
-        return encode_components(layout, torch.zeros(0, 0), lefts)
+        rows = [difference.reshape(1, -1) for difference in differences]
+        return encode_components(layout, None, [row[: len(own)] for row, own in zip(rows, layout.left, strict=True)])
     matrices = [difference.reshape(layout.rows, layout.columns) for difference in differences]
+    tasks = range(len(matrices))
     if layout.owned:
-        found = [order(choice.right, choice.left[:, 0]) for choice in kept.choices]
-        vectors = [_own_vectors(matrix, chosen) for matrix, chosen in zip(matrices, found, strict=True)]
-        rights = torch.cat(vectors)
+        chosen = [_own_order(choice) for choice in kept.choices]
+        found = [_chosen_rows([matrix], [1.0], own) for matrix, own in zip(matrices, chosen, strict=True)]
+        directions = torch.cat(found)
         used = [torch.tensor(layout.used_rows(task), dtype=torch.int64) for task in tasks]
     else:
         (choice,) = kept.choices
-        chosen = order(choice.right)
-        weighted = [matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)]
-        rights = _shared_vectors(weighted)[chosen]
-        place = {i: row for row, i in enumerate(chosen)}
-        used = [torch.tensor([place[i] for i in order(choice.left[:, task])], dtype=torch.int64) for task in tasks]
-    codes, rounded = _round_rows(rights, layout.right)
-    lefts = [_columns(matrix, rounded[rows]) for matrix, rows in zip(matrices, used, strict=True)]
+        order = _order(choice.right)
+        directions = _chosen_rows(matrices, weights, order)
+        place = {i: row for row, i in enumerate(order)}
+        used = [torch.tensor([place[i] for i in _order(choice.left[:, task])], dtype=torch.int64) for task in tasks]
+    codes, rounded = _round_rows(directions, layout.right)
+    lefts = [_columns(matrix, rounded[rows.to(rounded.device)]) for matrix, rows in zip(matrices, used, strict=True)]
     return encode_components(layout, codes, lefts, None if layout.owned else used)
 
 
-def _own_vectors(matrix: Tensor, chosen: Sequence[int]) -> Tensor:
-    """Return the chosen right singular vectors of a matrix as rows."""
+def missed_energy(generator: ComponentGenerator, task: int, difference: Tensor) -> float:
+    """Return the energy of a task's difference that its components do not recover."""
+    one_hot = torch.zeros(generator.layout.num_tasks)
+    one_hot[task] = 1
+    return _energy(difference - generator(one_hot).to(difference.device))
+
+
+def _energies(targets: Targets, name: str) -> list[float]:
+    return [_energy(targets.difference(task, name)) for task in range(targets.num_tasks)]
+
+
+def _energy(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().item()
+
+
+def _matrices(differences: list[Tensor], sides: Sides) -> list[Tensor]:
+    return [difference.reshape(sides[0] * sides[1], sides[2]) for difference in differences]
+
+
+def _shared_rows(matrices: list[Tensor], weights: Sequence[float], count: int) -> Tensor:
+    """Return the first right singular vectors of stacked and weighted matrices as rows."""
+    weighted = [matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)]
+    return right_vectors(weighted, count)
+
+
+def _chosen_rows(matrices: list[Tensor], weights: Sequence[float], chosen: Sequence[int]) -> Tensor:
+    """Return some of the right singular vectors of stacked and weighted matrices as rows."""
     if not chosen:
-        return matrix.new_zeros(0, matrix.shape[1])
-    return _shared_vectors([matrix])[list(chosen)]
+        return matrices[0].new_zeros(0, matrices[0].shape[1]).double()
+    return _shared_rows(matrices, weights, max(chosen) + 1)[list(chosen)]
+
+
+def _order(bits: Tensor) -> list[int]:
+    """Return the kept vectors, those of the most bits first."""
+    return sorted((i for i in range(len(bits)) if bits[i] > 0), key=lambda i: -int(bits[i]))
+
+
+def _own_order(choice: Choice) -> list[int]:
+    """Return the kept directions of one task, those of the most bits first."""
+    kept = (i for i in range(len(choice.right)) if choice.right[i] > 0)
+    return sorted(kept, key=lambda i: (-int(choice.right[i]), -int(choice.left[i, 0])))
 
 
 def _round_rows(rows: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -226,21 +246,15 @@ def _round_rows(rows: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     for run in runs:
         found, _ = encode(rows[first : first + run.count], run.bits)
         codes.append(found)
-        values.append(codebook(run.bits)[found.long()].double())
+        values.append(codebook(run.bits).to(found.device)[found.long()].double())
         first += run.count
-    nothing = torch.zeros(0, rows.shape[1])
-    return torch.cat(codes) if codes else nothing.int(), torch.cat(values) if values else nothing.double()
+    nothing = rows.new_zeros(0, rows.shape[1])
+    return torch.cat(codes) if codes else nothing.int(), torch.cat(values) if values else nothing
 
 
 def _columns(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return the columns of `G_t` that are best for rounded rows of `S`, as rows (k, a)."""
-    return torch.linalg.lstsq(rows.T, matrix.T).solution if len(rows) else matrix.new_zeros(0, matrix.shape[0])
-
-
-def _residual(targets: Targets, name: str, generator: ComponentGenerator) -> list[float]:
-    missed, energy = 0.0, 0.0
-    for task, embedding in enumerate(torch.eye(targets.num_tasks)):
-        difference = targets.difference(task, name).double()
-        missed += (difference - generator(embedding)).square().sum().item()
-        energy += difference.square().sum().item()
-    return [missed, energy]
+    """Return the columns of `G_t` that are best for rounded rows of `S`, as rows (k, a): a least-squares problem."""
+    if not len(rows):
+        return matrix.new_zeros(0, matrix.shape[0])
+    products = matrix.to(torch.float64) @ rows.T
+    return torch.linalg.lstsq(rows @ rows.T, products.T, driver="gelsd" if rows.device.type == "cpu" else None).solution
