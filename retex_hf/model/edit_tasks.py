@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -38,11 +39,12 @@ from ..checkpoints import (
 )
 from ..checkpoints.tokenizer_files import tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabulary
-from ..config import matches
+from ..config import matches, storage_bytes
 from ..errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
 from ..execution import copy_with, task_index, trunk_cost
 from ..execution.choice import find_fixed
 from ..recovery import Layout, plan_layout
+from ..recovery.component_growth import add_to_components, remove_from_components
 from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from ..recovery.layout import MATRIX
 from ..routing import FeatureExtractor, Signatures, WeightSignatures, noted, reference_features, trunk_parameters
@@ -134,15 +136,26 @@ def add_task(
         return _wide(read_finite(checkpoint, parameter, merged.dtype)), _wide(merged)
 
     with enough_memory(f"add task {name!r}"):
-        recovery, growth = add_to_recovery(
-            parts.recovery,
-            read,
-            _tolerances(parts, joining, tolerance),
-            joining,
-            dtype=config.recovery_dtype,
-            affine=config.recovery == "affine",
-            progress=progress,
-        )
+        if config.storage is not None:
+            recovery, growth = add_to_components(
+                parts.recovery,
+                read,
+                joining,
+                inventory.convolutions,
+                budget=_budget(parts, experts, inventory),
+                tolerance=tolerance,
+                progress=progress,
+            )
+        else:
+            recovery, growth = add_to_recovery(
+                parts.recovery,
+                read,
+                _tolerances(parts, joining, tolerance),
+                joining,
+                dtype=config.recovery_dtype,
+                affine=config.recovery == "affine",
+                progress=progress,
+            )
     labels = read_labels(parts.model, library_of(parts.model), {name: source}, experts)
     tokenizers = dict(parts.tokenizers)
     own_tokenizer = tokenizer_folder(source) if vocabulary and vocabulary[name]["tokenizer"] else None
@@ -192,7 +205,8 @@ def delete_task(parts: RetexParts, name: str) -> RetexParts:
     if len(config.tasks) == 1:
         raise TaskError(f"{name!r} is the only task; a model of no tasks is the merged model itself.")
     tasks = [task for task in config.tasks if task != name]
-    recovery = remove_from_recovery(parts.recovery, index)
+    remove = remove_from_recovery if config.storage is None else remove_from_components
+    recovery = remove(parts.recovery, index)
     heads = {task: parts.heads[task] for task in tasks}
     labels = _without(config.labels, name)
     model = parts.model
@@ -423,6 +437,14 @@ def _joining(
             order=config.factor_order,
         )
     return joining
+
+
+def _budget(parts: RetexParts, experts: ExpertSet, inventory: Inventory) -> float:
+    """Return the bytes that one more task may take: as many as each of the others was given."""
+    like, tasks = parts.model.state_dict(), len(parts.config.tasks)
+    body = sum(prod(inventory.shapes[name]) * like[name].element_size() for name in experts.names)
+    assert parts.config.storage is not None
+    return storage_bytes(parts.config.storage, tasks * body) / tasks
 
 
 def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: float | None) -> dict[str, float]:

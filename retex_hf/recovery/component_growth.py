@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from ..utils.progress import track
-from .allocation import OWN, WHOLE, Directions, Kept, allocate_bytes, choose
+from .allocation import OWN, WHOLE, Directions, Kept, choose
 from .codes import pack, unpack
 from .components import COMPONENTS, ComponentGenerator, ComponentLayout, Runs, runs_of
 from .growth import Growth
 from .module import RecoveryModule
-from .storage import component_layout, encode_differences, matrix_sides, measure, missed_energy, task_weights, ways_of
+from .storage import (
+    component_layout,
+    encode_differences,
+    fitting,
+    matrix_sides,
+    measure,
+    missed_energy,
+    task_weights,
+    ways_of,
+)
 
 # Steps of the bisection of a price for a tolerance.
 STEPS = 60
@@ -68,15 +77,12 @@ class TakenApart:
         left = tuple(runs_of([vector.bits for vector in task.columns]) for task in self.tasks)
         right = runs_of([vector.bits for vector in self.right])
         layout = replace(self.layout, left=left, right=right)
-        codes = [
-            _packed(self.right, right),
-            *(_packed(t.columns, runs) for t, runs in zip(self.tasks, left, strict=True)),
-        ]
+        columns = [_packed(task.columns, runs) for task, runs in zip(self.tasks, left, strict=True)]
         index = None
         if layout.kind == COMPONENTS and not layout.owned:
             index = torch.tensor([row for task in self.tasks for row in task.rows], dtype=torch.int16)
         scales = torch.cat([task.scales.cpu() for task in self.tasks])
-        made = ComponentGenerator(layout, torch.cat(codes).cpu(), scales, index)
+        made = ComponentGenerator(layout, torch.cat([_packed(self.right, right), *columns]).cpu(), scales, index)
         return made.to(device)
 
 
@@ -104,7 +110,7 @@ def add_to_components(
     convolutions: frozenset[str],
     *,
     budget: float,
-    tolerances: Mapping[str, float] | None = None,
+    tolerance: float | None = None,
     progress: bool = True,
 ) -> tuple[RecoveryModule, Growth]:
     """Return the recovery with one more task, the last one. `recovery` itself is not changed.
@@ -115,7 +121,7 @@ def add_to_components(
         joining: Parameters that the recovery does not have yet.
         convolutions: Names of the parameters that are convolution weights.
         budget: Bytes that the new task may take.
-        tolerances: Instead of the budget: the relative error that the new task may have in each parameter.
+        tolerance: Instead of the budget: the relative error that the new task may have in each parameter.
         progress: Show a progress bar.
     """
     names = [*recovery, *joining]
@@ -134,7 +140,12 @@ def add_to_components(
             kept = OWN if recovery[name].layout.is_factored else WHOLE
             found = {kept: found[kept]}
         ways[name] = found
-    kept = allocate_bytes(ways, budget) if tolerances is None else _within(ways, tolerances)
+    if tolerance is None:
+        kept, _ = fitting(
+            ways, shapes, {name: matrix_sides(shapes[name], name in convolutions) for name in names}, budget
+        )
+    else:
+        kept = _within(ways, tolerance)
     generators, growth = {}, Growth()
     tasks = recovery.num_tasks
     for name in track(names, title="Adding the task", unit="parameter", progress=progress):
@@ -194,7 +205,7 @@ def _joined(recovery: RecoveryModule, name: str, new: ComponentGenerator, tasks:
     return joined.put_together(generator.codes.device)
 
 
-def _within(ways: Mapping[str, Mapping[str, list[Directions]]], tolerances: Mapping[str, float]) -> dict[str, Kept]:
+def _within(ways: Mapping[str, Mapping[str, list[Directions]]], tolerance: float) -> dict[str, Kept]:
     """Return the cheapest way to keep every parameter within its relative error; the most there is, if none is."""
     kept = {}
     for name, own in ways.items():
@@ -204,7 +215,7 @@ def _within(ways: Mapping[str, Mapping[str, list[Directions]]], tolerances: Mapp
         for _ in range(STEPS):
             price = (low * high) ** 0.5
             found = choose(own, price)
-            if total - found.recovered <= tolerances[name] ** 2 * total:
+            if total - found.recovered <= tolerance**2 * total:
                 best, low = found, price
             else:
                 high = price

@@ -168,6 +168,11 @@ class ComponentLayout:
             stored["index"] = ((scales,), INDEX_DTYPE)
         return stored
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all stored tensors."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.stored.values())
+
     def scales_of(self, task: int) -> int:
         """Return how many scales a task's columns have."""
         return count_of(self.left[task]) * (1 if self.kind == COMPONENTS else -(-prod(self.shape) // GROUP))

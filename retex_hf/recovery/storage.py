@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
-from .allocation import OWN, SHARED, WHOLE, Choice, Directions, Kept, allocate_bytes
+from .allocation import OWN, SHARED, WHOLE, Choice, Directions, Kept, Ways, allocate_bytes
 from .closed_form import gram, right_vectors
 from .codes import SCALE_BITS, codebook, encode
 from .components import (
@@ -65,13 +65,9 @@ def solve_storage(
     measured = run_dealt(
         context, numbers, lambda name: measure(targets.differences(name), sides[name], weights[name]), "Reading spectra"
     )
+    ways = {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}
     embedding = targets.num_tasks**2 * 4
-    kept = allocate_bytes(
-        {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}, budget - embedding
-    )
-    layouts = {
-        name: component_layout(found, shapes[name], sides[name]) for name, found in kept.items() if found.bytes > 0
-    }
+    kept, layouts = fitting(ways, shapes, sides, budget - embedding)
     wanted = {
         f"{name}.{part}": TensorInfo(*info) for name, layout in layouts.items() for part, info in layout.stored.items()
     }
@@ -97,6 +93,26 @@ def solve_storage(
     costs = {name: numbers[name] for name in layouts}
     found = run_dealt(context, costs, work, "Solving", lambda name: list(generators[name].parameters()))
     return recovery, {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
+
+
+def fitting(
+    ways: Mapping[str, Ways],
+    shapes: Mapping[str, tuple[int, ...]],
+    sides: Mapping[str, Sides | None],
+    budget: float,
+) -> tuple[dict[str, Kept], dict[str, ComponentLayout]]:
+    """Return what to keep of every parameter and how it is stored, in at most `budget` bytes."""
+    allowed = budget
+    while True:
+        kept = allocate_bytes(ways, allowed)
+        layouts = {
+            name: component_layout(found, shapes[name], sides[name]) for name, found in kept.items() if found.bytes > 0
+        }
+        # Vectors are stored in whole bytes, which the allocation does not know.
+        excess = sum(layout.bytes for layout in layouts.values()) - budget
+        if excess <= 0 or not layouts:
+            return kept, layouts
+        allowed -= excess
 
 
 def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:

@@ -1,0 +1,128 @@
+"""Models of a budget of bytes: built, saved, run, exported and changed through the public interface."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from builds import check, save_family
+from families import FAMILIES, tokens
+from helpers import MIXED, TASKS, assert_same, build_from, make_experts
+from peft import PeftModel
+
+from retex_hf import ConfigError, RetexConfig, RetexModel
+from retex_hf.config import storage_bytes
+from retex_hf.recovery import ComponentGenerator
+
+CHOSEN = ("bert-classifier", "t5", "gpt2", "vit", "resnet")
+
+
+def build(name: str, storage: float | str = 0.2, **options) -> tuple[RetexModel, dict]:
+    family = FAMILIES[name]
+    base = family.make().eval()
+    experts = make_experts(base)
+    model, _ = build_from(base, experts, family.model_config, storage=storage, rank=256, **options)
+    return model, experts
+
+
+def recovery_bytes(model: RetexModel) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.recovery.parameters())
+
+
+def body_bytes(model: RetexModel) -> int:
+    heads = set(model.heads[TASKS[0]])
+    named = dict(model.get_base_model().named_parameters()) | dict(model.get_base_model().named_buffers())
+    seen = {id(tensor): tensor for name, tensor in named.items() if name not in heads and tensor.is_floating_point()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in seen.values())
+
+
+def relative_error(model: RetexModel, experts: dict, task: str) -> float:
+    found, merged, own = model.recover(task), model.get_base_model().state_dict(), experts[task].state_dict()
+    names = [name for name in own if own[name].is_floating_point() and own[name].shape == merged[name].shape]
+    missed = sum((found[name] - own[name]).double().square().sum() for name in names)
+    return float((missed / sum((merged[name] - own[name]).double().square().sum() for name in names)).sqrt())
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_budget_is_kept_and_more_bytes_recover_more(name):
+    errors = []
+    for storage in (0.02, 0.1, 0.3, 1.0):
+        model, experts = build(name, storage)
+        budget = storage_bytes(storage, len(TASKS) * body_bytes(model))
+        assert 0.5 * min(budget, 0.5 * len(TASKS) * body_bytes(model)) <= recovery_bytes(model) <= budget
+        assert all(isinstance(model.recovery[parameter], ComponentGenerator) for parameter in model.recovery)
+        errors.append([relative_error(model, experts, task) for task in TASKS])
+    means = [sum(own) / len(own) for own in errors]
+    assert means == sorted(means, reverse=True)
+    assert max(errors[-1]) < 1e-3
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@torch.no_grad()
+def test_one_pass_gives_what_groups_give(name):
+    model, _ = build(name, 0.1)
+    inputs = FAMILIES[name].inputs(len(MIXED))
+    outputs = []
+    for execution in ("grouped", "mixed"):
+        model.execution = execution
+        outputs.append(model(**inputs, task=MIXED))
+    assert_same(outputs[1], outputs[0], rtol=1e-3, atol=1e-4)
+    weights = torch.rand(len(MIXED), len(TASKS)).softmax(1)
+    mixtures = []
+    for execution in ("grouped", "mixed"):
+        model.execution = execution
+        mixtures.append(model(**inputs, task=weights))
+    assert_same(mixtures[1], mixtures[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "t5", "resnet"])
+def test_a_folder_is_built_as_in_memory_and_loads_to_the_bit(name, tmp_path):
+    base, experts = save_family(FAMILIES[name], tmp_path / "models")
+    model = check(base, experts, RetexConfig(storage=0.15), tmp_path)
+    again = RetexModel.from_pretrained(tmp_path / "disk")
+    for parameter in model.recovery:
+        assert again.recovery[parameter].layout == model.recovery[parameter].layout
+    tensors = model.recovery.state_dict()
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.recovery.state_dict().items())
+
+
+@torch.no_grad()
+def test_an_exported_adapter_is_the_recovered_expert(tmp_path):
+    model, _ = build("gpt2", 0.2)
+    model.export_lora("red", tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(copy.deepcopy(model.get_base_model()), tmp_path / "adapter").eval()
+    inputs = tokens(3)
+    assert_same(peft(**inputs).logits, model(**inputs, task="red").logits, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_tasks_come_and_go_and_the_others_stay_to_the_bit():
+    base = FAMILIES["bert"].make().eval()
+    experts = make_experts(base)
+    new = experts.pop("blue")
+    model, _ = build_from(base, experts, None, storage=0.2, rank=256)
+    before = {task: model.recover(task) for task in model.tasks}
+    added = model.add_task("blue", new, progress=False)
+    body = body_bytes(model) if "blue" in model.heads else 0
+    assert 0 < added.added_bytes <= 0.2 * body * 1.05 + 64
+    for task, tensors in before.items():
+        found = model.recover(task)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+    assert relative_error(model, {"blue": new}, "blue") < 0.7
+    kept = model.recover("blue")
+    model.delete_task("red")
+    found = model.recover("blue")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in kept.items())
+    exact, _ = build_from(base, experts, None, storage=0.2, rank=256)
+    exact.add_task("blue", new, tolerance=0.01, progress=False)
+    assert relative_error(exact, {"blue": new}, "blue") < 0.011
+
+
+def test_ranks_and_bytes_exclude_each_other():
+    with pytest.raises(ConfigError, match="it excludes rank"):
+        RetexConfig(storage=0.1, rank=8)
+    for wrong in (0, 1.5, "many", "0%", "200%", True, -1):
+        with pytest.raises(ConfigError, match="storage must be a share"):
+            RetexConfig(storage=wrong)
+    assert storage_bytes("2.5%", 1000) == 25 and storage_bytes("1KB", 10) == 1000
