@@ -194,9 +194,9 @@ class RetexConfig:
 
     def _check_combinations(self) -> None:
         if self.storage is not None:
-            default = {f.name: f.default for f in fields(self)}
+            defaults = {f.name: f.default for f in fields(self)}
             for name in OF_RANKS:
-                if getattr(self, name) != default[name]:
+                if getattr(self, name) != defaults[name]:
                     raise ConfigError(
                         f"RetexConfig.storage chooses what is kept of every layer, and its bits; it excludes {name}."
                     )

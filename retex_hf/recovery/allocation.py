@@ -88,14 +88,14 @@ class Directions:
             return Choice(self, bits[:, 0], bits[:, 1:], worth)
         best = torch.zeros(len(energies), dtype=torch.float64)
         right, left = torch.zeros(len(energies), dtype=torch.int64), torch.zeros(energies.shape, dtype=torch.int64)
-        for bits in BITS:
-            offers = _columns(self.left, bits, self.scale_bits, BITS)
+        for number in BITS:
+            offers = _columns(self.left, number, self.scale_bits, BITS)
             found = offers.best(energies, price)
             total = (offers.shares[found] * energies - price * offers.bytes[found]).sum(1)
-            total = total - price * bits * self.right / 8
+            total = total - price * number * self.right / 8
             better = total > best
             best = torch.where(better, total, best)
-            right = torch.where(better, bits, right)
+            right = torch.where(better, number, right)
             left = torch.where(better.unsqueeze(1), offers.bits[found, 1], left)
         return Choice(self, right, left, best.sum().item())
 

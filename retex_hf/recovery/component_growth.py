@@ -130,20 +130,18 @@ def add_to_components(
         expert, merged = read(name)
         energies[name] = [(expert - merged).double().square().sum().item()]
         shapes[name] = tuple(merged.shape)
+    sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
     weights = task_weights(energies, "tasks")
     ways = {}
     for name in track(names, title="Reading spectra", unit="parameter", progress=progress):
         expert, merged = read(name)
-        sides = matrix_sides(shapes[name], name in convolutions)
-        found = ways_of(measure([expert - merged], sides, weights[name]), shapes[name], sides)
+        found = ways_of(measure([expert - merged], sides[name], weights[name]), shapes[name], sides[name])
         if name in recovery:  # the other tasks are stored in one of the two ways already
-            kept = OWN if recovery[name].layout.is_factored else WHOLE
-            found = {kept: found[kept]}
+            way = OWN if recovery[name].layout.is_factored else WHOLE
+            found = {way: found[way]}
         ways[name] = found
     if tolerance is None:
-        kept, _ = fitting(
-            ways, shapes, {name: matrix_sides(shapes[name], name in convolutions) for name in names}, budget
-        )
+        kept, _ = fitting(ways, shapes, sides, budget)
     else:
         kept = _within(ways, tolerance)
     generators, growth = {}, Growth()
@@ -153,7 +151,7 @@ def add_to_components(
             continue
         expert, merged = read(name)
         difference = expert - merged
-        layout = component_layout(kept[name], shapes[name], matrix_sides(shapes[name], name in convolutions))
+        layout = component_layout(kept[name], shapes[name], sides[name])
         stored = encode_differences([difference], layout, kept[name], [1.0])
         new = ComponentGenerator(layout, stored["codes"], stored["scales"])
         generators[name] = _joined(recovery, name, new, tasks)

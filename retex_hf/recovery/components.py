@@ -266,17 +266,18 @@ class ComponentGenerator(nn.Module):
         """Return a `G` (a, k) for every embedding (None: none), and the rows (k, b) of `S` that any of them uses."""
         tasks = sorted({task for one in embeddings if one is not None for task in one.nonzero().flatten().tolist()})
         used = {task: self.rows_used(task) for task in tasks}
-        rows, places = torch.unique(torch.cat(list(used.values())), return_inverse=True) if tasks else (None, None)
-        if rows is None or places is None:
+        if not tasks:
             nothing = torch.zeros(self.layout.rows, 0, device=self.codes.device)
             return [nothing] * len(embeddings), nothing.new_zeros(0, self.layout.columns)
+        rows, places = torch.unique(torch.cat(list(used.values())), return_inverse=True)
         columns = dict(zip(tasks, places.split([len(used[task]) for task in tasks]), strict=True))
         lefts = {task: self.left(task).T for task in tasks}
         found = []
         for one in embeddings:
             whole = torch.zeros(self.layout.rows, len(rows), device=self.codes.device)
-            for task in [] if one is None else one.nonzero().flatten().tolist():
-                whole[:, columns[task]] += one[task] * lefts[task]
+            if one is not None:
+                for task in one.nonzero().flatten().tolist():
+                    whole[:, columns[task]] += one[task] * lefts[task]
             found.append(whole)
         return found, self.right(rows)
 
@@ -321,8 +322,9 @@ def encode_components(
     codes: list[Tensor] = []
     scales: list[Tensor] = []
     first = 0
-    for _, _, run, _ in layout.pieces_of(None) if right is not None else ():
-        codes.append(pack(right[first : first + run.count], run.bits))
+    directions = torch.zeros(0, layout.columns) if right is None else right
+    for _, _, run, _ in layout.pieces_of(None):
+        codes.append(pack(directions[first : first + run.count], run.bits))
         first += run.count
     for task, left in enumerate(lefts):
         first = 0

@@ -86,7 +86,7 @@ def add_to_recovery(
     generators, scales, growth = {}, {}, Growth()
     for first, names in track(units.items(), title="Adding the task", unit="parameter", progress=progress):
         known = first in recovery
-        generator = recovery[first] if known else empty_generator(joining[first], dimension, dtype)
+        generator = recovery.paper_form(first) if known else empty_generator(joining[first], dimension, dtype)
         tensors = [read(name) for name in names]
         extension = extend_generator(
             generator,
@@ -128,7 +128,7 @@ def remove_from_recovery(recovery: RecoveryModule, task: int) -> RecoveryModule:
     made: dict[OffsetGenerator, OffsetGenerator] = {}
     generators, scales = {}, {}
     for name in recovery:
-        generator, scale = recovery[name], recovery.scale(name)
+        generator, scale = recovery.paper_form(name), recovery.scale(name)
         if generator not in made:
             made[generator] = _with_rows(generator, rows)
         shrunk = made[generator]

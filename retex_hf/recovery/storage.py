@@ -178,9 +178,9 @@ def component_layout(kept: Kept, shape: tuple[int, ...], sides: Sides | None) ->
         return ComponentLayout(shape, ROUNDED, tuple(runs_of([one]) if one else () for one in bits))
     batch, rows, columns = sides[0], sides[0] * sides[1], sides[2]
     if kept.way == OWN:
-        right = [int(choice.right[i]) for choice in kept.choices for i in _own_order(choice)]
+        rights = [int(choice.right[i]) for choice in kept.choices for i in _own_order(choice)]
         left = tuple(runs_of([int(choice.left[i, 0]) for i in _own_order(choice)]) for choice in kept.choices)
-        return ComponentLayout(shape, COMPONENTS, left, runs_of(right), rows, columns, batch=batch)
+        return ComponentLayout(shape, COMPONENTS, left, runs_of(rights), rows, columns, batch=batch)
     (choice,) = kept.choices
     columns_of = [choice.left[:, task] for task in range(choice.left.shape[1])]
     left = tuple(runs_of([int(bits[i]) for i in _order(bits)]) for bits in columns_of)

@@ -67,12 +67,12 @@ class Responses:
 
     def __init__(self, module: nn.Module, generator: Generator, embeddings: Tensor) -> None:
         self.module = module
-        layout, transposed = generator.layout, isinstance(module, Conv1D)
+        transposed = isinstance(module, Conv1D)
         self.grams: Tensor | None = None
         if isinstance(generator, ComponentGenerator):
             self._respond_separately(generator, embeddings, transposed)
             return
-        shared, inner = generator.factor("shared"), generator.factor("inner")
+        layout, shared, inner = generator.layout, generator.factor("shared"), generator.factor("inner")
         own = [generator.generated(embedding) for embedding in embeddings]
         if shared is None:  # stored whole
             own = [factor.view(layout.shape[0], -1) for factor in own]
