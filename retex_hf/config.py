@@ -89,8 +89,8 @@ class RetexConfig:
         rank_budget: Share of the experts' storage, used instead of one `rank`: it is spent on the layers and ranks that
             recover the most energy per stored number.
         storage: Budget in bytes, used instead of one `rank`: a share of the experts' bytes (`0.01`, `"1%"`), or a size
-            (`"50MB"`). It is spent where it lowers the error most: on directions that a task has to itself or that tasks
-            share, on tensors as they are, at 2 to 16 bits per number.
+            (`"50MB"`). It is spent where it lowers the error most: on directions that a task has to itself or that
+            tasks share, on tensors as they are, at 2 to 16 bits per number.
         objective: With `storage`: the error to lower. `"tasks"` counts every task's error relative to the size of its
             own update (and, half as strongly, every layer's), `"sum"` the plain sum of squares.
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
