@@ -71,7 +71,7 @@ def build(
 
     `keep_state` is passed to `train`.
     """
-    _check_solver(solver, training)
+    _check_solver(solver, training, config)
     _check_calibration(config, calibration, readout)
     check_tasks(experts)
     accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
@@ -116,7 +116,7 @@ def build_folder(
     Returns:
         The absolute path of the folder.
     """
-    _check_solver(solver, training)
+    _check_solver(solver, training, config)
     _check_calibration(config, calibration, readout)
     target = writing.check_replaceable(output_dir)
     _check_apart(target, base, experts, config)
@@ -196,9 +196,11 @@ def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: Re
                 raise ArtifactError(f"{target} holds {label}: expected another folder for the artifact.")
 
 
-def _check_solver(solver: str, training: TrainingConfig | None) -> None:
+def _check_solver(solver: str, training: TrainingConfig | None, config: RetexConfig) -> None:
     if solver not in SOLVERS:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
+    if solver == "adam" and config.storage is not None:
+        raise ConfigError('solver="adam" trains factors of one rank: give RetexConfig.rank instead of storage.')
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
 

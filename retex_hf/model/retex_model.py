@@ -283,6 +283,10 @@ class RetexModel(RoutedModel):
         load_options = model_options | {name: value for name, value in load_options.items() if value is not None}
         with enough_memory("hold the model"):
             parts = reading.read(folder, verify=verify, check_finite=check_finite, **load_options)
+        if is_trainable and parts.config.storage is not None:
+            raise ConfigError(
+                f"{folder}: components at a few bits each cannot be trained; build it with rank= instead of storage=."
+            )
         if is_trainable and parts.config.recovery_dtype != "float32":
             raise ConfigError(
                 f"{folder}: a recovery stored as {parts.config.recovery_dtype} cannot be trained; "

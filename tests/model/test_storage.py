@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from builds import check, save_family
 from families import FAMILIES, tokens
 from helpers import MIXED, TASKS, assert_same, build_from, make_experts
 from peft import PeftModel
+from torch import nn
 
-from retex_hf import ConfigError, RetexConfig, RetexModel
+from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel
 from retex_hf.config import storage_bytes
 from retex_hf.recovery import ComponentGenerator
+from retex_hf.routing.weight_scores import Responses
 
 CHOSEN = ("bert-classifier", "t5", "gpt2", "vit", "resnet")
 
@@ -117,6 +120,61 @@ def test_tasks_come_and_go_and_the_others_stay_to_the_bit():
     exact, _ = build_from(base, experts, None, storage=0.2, rank=256)
     exact.add_task("blue", new, tolerance=0.01, progress=False)
     assert relative_error(exact, {"blue": new}, "blue") < 0.011
+
+
+def test_components_are_not_trained(tmp_path):
+    model, experts = build("bert", 0.2)
+    with pytest.raises(ConfigError, match="trains factors of one rank"):
+        RetexModel.from_experts(FAMILIES["bert"].make(), experts, RetexConfig(storage=0.2), solver="adam")
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="components at a few bits each cannot be trained"):
+        RetexModel.from_pretrained(tmp_path / "model", is_trainable=True)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "low-rank products" in card
+
+
+@torch.no_grad()
+def test_scores_of_weights_are_those_of_the_recovered_differences():
+    model, _ = build("bert", 0.5, signatures="weights")
+    hidden = torch.randn(4, 5, 16)
+    checked = set()
+    for name in model.recovery:
+        generator = model.recovery[name]
+        if len(generator.layout.shape) != 2 or generator.layout.shape[1] != 16:
+            continue
+        module = nn.Linear(16, generator.layout.shape[0])
+        offsets = [generator(one_hot) for one_hot in torch.eye(len(TASKS))]
+        if any(not offset.any() for offset in offsets):
+            continue
+        energies = [(hidden @ offset.T).square().sum((1, 2)) / (5 * offset.square().sum()) for offset in offsets]
+        found = Responses(module, generator, torch.eye(len(TASKS)))(hidden, None)
+        torch.testing.assert_close(found, torch.stack(energies, 1).log(), rtol=1e-3, atol=1e-3)
+        checked.add(generator.layout.kind)
+    assert checked
+    assert model.identify(**tokens(6)).residuals.shape == (6, 3)
+
+
+def test_damaged_components_are_refused(tmp_path):
+    model, _ = build("bert", 0.2)
+    model.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "retex_config.json").read_text())
+    entries = config["artifact"]["recovery"]
+    name = next(name for name, entry in entries.items() if entry["kind"] == "components")
+    for key, value in {
+        "left": [[[1, 7]]] * 3,
+        "right": [[-1, 4]],
+        "rows": 3,
+        "owned": 1,
+        "batch": 0,
+        "kind": "rounded",
+        "generator": "other",
+        "scaled": True,
+    }.items():
+        changed = copy.deepcopy(config)
+        changed["artifact"]["recovery"][name][key] = value
+        (tmp_path / "model" / "retex_config.json").write_text(json.dumps(changed))
+        with pytest.raises(ArtifactError, match=r"is not valid|cannot share|asks for|components of"):
+            RetexModel.from_pretrained(tmp_path / "model", verify=False)
 
 
 def test_ranks_and_bytes_exclude_each_other():

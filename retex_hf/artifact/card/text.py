@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from ...config import RetexConfig, routing_options
-from ...recovery.layout import MATRIX
 from ...routing import WeightSignatures
 from ...utils.terminal import visible
 from ..sizes import bytes_of_experts, sizes_of
@@ -119,7 +118,7 @@ def _contents(parts: RetexParts) -> list[str]:
     config, recovery = parts.config, parts.recovery
     merge = config.merge if isinstance(config.merge, str) else str(config.merge.get("method", "given"))
     layouts = [recovery[name].layout for name in recovery]
-    ranks = [layout.solved_rank for layout in layouts if layout.kind == MATRIX]
+    ranks = [layout.solved_rank for layout in layouts if layout.is_factored]
     model = f"`{type(parts.model).__name__}`, merged by {plain(merge)}"
     lines = [f"A merged model ({model}), which loads by itself as a plain checkpoint."]
     offsets = f"Offsets of {len(layouts)} parameters for each task"
