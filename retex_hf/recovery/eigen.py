@@ -25,7 +25,7 @@ def top_eigenpairs(matrix: Tensor, rank: int, kept: int | None = None) -> tuple[
     which the result is judged; it is the exact energy that these vectors leave out, not an estimate.
     """
     kept = rank if kept is None else kept
-    if len(matrix) >= SMALLEST_FLOAT32_SIDE:
+    if len(matrix) >= SMALLEST_FLOAT32_SIDE and kept < len(matrix):  # of nothing discarded, no bound certifies
         found = _in_float32(matrix, rank, kept)
         if found is not None:
             return found

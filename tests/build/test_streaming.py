@@ -52,6 +52,7 @@ CONFIGS = {
     "shared_first": {"rank": 3, "factor_order": "shared_first"},
     "share_layers": {"rank": 3, "share_layers": True},
     "narrow": {"rank": 3, "task_embedding_dim": 1},
+    "bytes": {"storage": 0.1},
     "wide": {"rank": "full", "task_embedding_dim": 5},
     "soft": {"rank": 3, "soft_training": {"method": "dirichlet", "alpha": 0.5}, "merge": "task_arithmetic"},
     "budget": {"rank_budget": 0.3},
@@ -268,6 +269,9 @@ def recorded(monkeypatch) -> list[str]:
         ("budget", "Reading spectra", 6),
         ("narrow", "Solving, pass 2", 4),
         ("int8", "Solving", 9),
+        ("bytes", "Measuring", 3),
+        ("bytes", "Reading spectra", 6),
+        ("bytes", "Solving", 9),
     ],
 )
 def test_killed_and_started_again_it_continues_to_the_same_bits(name, stage, count, bert, tmp_path, recorded):
@@ -472,7 +476,7 @@ TWO_PROCESSES = """
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     experts = {task: folder / task for task in ("red", "green", "blue")}
-    for number, config in enumerate([{"rank": 3}, {"rank": 3, "task_embedding_dim": 1}]):
+    for number, config in enumerate([{"rank": 3}, {"rank": 3, "task_embedding_dim": 1}, {"storage": 0.1}]):
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == 2
         model = RetexModel.from_experts(
@@ -493,7 +497,7 @@ def test_two_processes_build_what_one_builds(bert, tmp_path):
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    for number, options in enumerate([{"rank": 3}, {"rank": 3, "task_embedding_dim": 1}]):
+    for number, options in enumerate([{"rank": 3}, {"rank": 3, "task_embedding_dim": 1}, {"storage": 0.1}]):
         build.build_folder(*bert, RetexConfig(**options), tmp_path / "one", progress=False)
         assert_same_artifact(tmp_path / f"two-{number}", tmp_path / "one")
     assert hidden(tmp_path) == []
