@@ -34,7 +34,7 @@ POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
-OBJECTIVES = ("tasks", "sum")
+WEIGHTINGS = ("tasks", "plain")
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 # Fields that say how offsets of a given rank are made.
 OF_RANKS = (
@@ -91,8 +91,8 @@ class RetexConfig:
         storage: Budget in bytes, used instead of one `rank`: a share of the experts' bytes (`0.01`, `"1%"`), or a size
             (`"50MB"`). It is spent where it lowers the error most: on directions that a task has to itself or that
             tasks share, on tensors as they are, at 2 to 16 bits per number.
-        objective: With `storage`: the error to lower. `"tasks"` counts every task's error relative to the size of its
-            own update (and, half as strongly, every layer's), `"sum"` the plain sum of squares.
+        weighting: With `storage`: how errors are weighted. `"tasks"` counts every task's error relative to the size of
+            its own update (and, half as strongly, every layer's), `"plain"` adds up the squares, as the paper does.
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
             generator rows.
         merge: How to merge the experts: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
@@ -155,7 +155,7 @@ class RetexConfig:
     inner_rank: int | None = None
     rank_budget: float | None = None
     storage: float | str | None = None
-    objective: str = "tasks"
+    weighting: str = "tasks"
     task_embedding_dim: int | None = None
     merge: str | dict[str, Any] = "average"
     recovery: str = "offset"
@@ -404,7 +404,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is None or _is_storage(v),
         'a share of the experts\' bytes in (0, 1], as a number or such as "1%", a size such as "50MB", or None',
     ),
-    "objective": (lambda v: v in OBJECTIVES, f"one of {OBJECTIVES}"),
+    "weighting": (lambda v: v in WEIGHTINGS, f"one of {WEIGHTINGS}"),
     "task_embedding_dim": (
         lambda v: v is None or (_is_int(v, 1) and v <= 65_536),
         "a positive integer of at most 65536 or None",

@@ -61,7 +61,7 @@ def solve_storage(
     sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
     numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
     energies = run_dealt(context, numbers, lambda name: _energies(targets, name), "Measuring")
-    weights = task_weights(energies, config.objective)
+    weights = task_weights(energies, config.weighting)
     measured = run_dealt(
         context, numbers, lambda name: measure(targets.differences(name), sides[name], weights[name]), "Reading spectra"
     )
@@ -126,9 +126,9 @@ def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
     return None if len(axes) < 2 else (prod(axes[:-2]), axes[-2], axes[-1])
 
 
-def task_weights(energies: Mapping[str, Sequence[float]], objective: str) -> dict[str, list[float]]:
+def task_weights(energies: Mapping[str, Sequence[float]], weighting: str) -> dict[str, list[float]]:
     """Return the weight of every task's error in every parameter; `energies` are those of the differences."""
-    if objective == "sum":
+    if weighting == "plain":
         return {name: [1.0] * len(own) for name, own in energies.items()}
     totals = [sum(column) for column in zip(*energies.values(), strict=True)]
     return {
