@@ -314,7 +314,7 @@ class RoutedModel(nn.Module):
         """Return the cache of recovered experts, with its statistics.
 
         >>> model.expert_cache  # doctest: +SKIP
-        ExpertCache(2 experts, 703463424 of 2000000000 bytes, hits=61, misses=2, evictions=0)
+        ExpertCache(experts=2, 703463424 of 2000000000 bytes, hits=61, misses=2, evictions=0)
         """
         return self._state.cache
 

@@ -42,7 +42,7 @@ def test_the_least_recently_used_goes_first():
     assert keys(cache) == ["c", "a", "d"]
     assert cache.bytes == 30
     assert counts(cache) == (1, 4, 1)
-    assert repr(cache) == "ExpertCache(3 experts, 30 of 30 bytes, hits=1, misses=4, evictions=1)"
+    assert repr(cache) == "ExpertCache(experts=3, 30 of 30 bytes, hits=1, misses=4, evictions=1)"
 
 
 def test_several_go_where_one_is_not_enough():
