@@ -183,7 +183,7 @@ def allocate_bytes(parameters: Mapping[str, Ways], budget: float) -> dict[str, K
     >>> import torch
     >>> ways = {"own": [Directions(torch.tensor([[9.0], [1e-9]]), left=8, right=8)]}
     >>> allocate_bytes({"w": ways}, budget=12)["w"].choices[0].left.tolist()
-    [[4], [0]]
+    [[5], [0]]
     """
     free = _at_budget(parameters, budget)
     # Between two prices a parameter may change its way, and its bytes by many items: fill what that leaves.

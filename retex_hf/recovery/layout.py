@@ -82,7 +82,7 @@ class Layout:
         """Return `G_t S`, in the parameter's own shape."""
         if self.kind != MATRIX:
             return (generated if shared is None else generated * shared).view(self.shape)
-        left, right = self.factors(generated, shared, inner)
+        left, right = self._factors(generated, shared, inner)
         return (left @ right).view(self.shape)
 
     def added(
@@ -99,12 +99,11 @@ class Layout:
             if shared is None:
                 return torch.add(base, generated, out=out)
             return torch.addcmul(base, generated, shared, out=out)
-        left, right = self.factors(generated, shared, inner)
+        left, right = self._factors(generated, shared, inner)
         out = None if out is None else out.view(self.stacked_shape)
         return torch.baddbmm(base.reshape(self.stacked_shape), left, right, out=out).view(self.shape)
 
-    def factors(self, generated: Tensor, shared: Tensor | None, inner: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors (batch, a, k) and (batch, k, b) of a matrix's offset."""
+    def _factors(self, generated: Tensor, shared: Tensor | None, inner: Tensor | None) -> tuple[Tensor, Tensor]:
         assert shared is not None  # every matrix has one
         generated = generated.view(self.generated_shape)
         if self.order == GENERATED_FIRST:

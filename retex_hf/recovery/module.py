@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .closed_form import Solution
 from .components import ComponentGenerator
-from .layout import Layout
+from .layout import GENERATED_FIRST, Layout
 from .quantize import SCALE, decode, encode_parts, stored_parts
 
 PARTS = ("weight", "bias", "shared", "inner")
@@ -100,8 +100,13 @@ class OffsetGenerator(nn.Module):
         return self.layout.offset(self.generated(embedding), self.factor("shared"), self.factor("inner"))
 
     def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors (batch, a, k) and (batch, k, b) of the offset of a matrix."""
-        return self.layout.factors(self.generated(embedding), self.factor("shared"), self.factor("inner"))
+        """Return the factors (batch, a, k) and (batch, k, b) of a matrix's offset, at the rank of the generated one:
+        ReTeX-E's inner factor is multiplied into the shared one."""
+        generated, shared, inner = self.generated(embedding), self.factor("shared"), self.factor("inner")
+        assert shared is not None  # every matrix has one
+        if self.layout.order == GENERATED_FIRST:
+            return generated, shared if inner is None else inner @ shared
+        return shared if inner is None else shared @ inner, generated
 
     def added_to(self, base: Tensor, embedding: Tensor, out: Tensor | None = None) -> Tensor:
         """Return `base + offset`, in the dtype and on the device of `base`; write it into `out` if given."""
