@@ -198,6 +198,8 @@ class RetexConfig:
             object.__setattr__(self, name, value)  # the fields are frozen for everyone else
 
     def _check_combinations(self) -> None:
+        if self.storage is None and self.weighting != "tasks":
+            raise ConfigError("RetexConfig.weighting is for storage, which is not given.")
         if self.storage is not None:
             defaults = {f.name: f.default for f in fields(self)}
             for name in OF_RANKS:

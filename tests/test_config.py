@@ -99,7 +99,8 @@ def test_every_field_has_cases():
 
 @pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
 def test_allowed_value_survives_json(name, value, tmp_path):
-    config = RetexConfig(**{name: value})
+    needed = {"storage": 0.1} if name == "weighting" else {}
+    config = RetexConfig(**{name: value, **needed})
     assert getattr(config, name) == value
     config.save_pretrained(tmp_path)
     assert RetexConfig.from_pretrained(tmp_path) == config
@@ -202,6 +203,7 @@ def test_patterns_name_modules_or_globs(pattern, matched):
         ({"rank": 8, "inner_rank": 9}, r"inner_rank must not exceed rank \(8\), not 9"),
         ({"rank_budget": 0.1, "inner_rank": 4}, "excludes inner_rank"),
         ({"storage": 0.1, "rank": 4}, "excludes rank"),
+        ({"weighting": "plain"}, "weighting is for storage"),
         ({"storage": 0.1, "recovery": "affine"}, "excludes recovery"),
         ({"storage": 0.1, "recovery_dtype": "int8"}, "excludes recovery_dtype"),
         ({"rank_budget": 0.1, "share_layers": True}, "excludes share_layers"),

@@ -143,6 +143,7 @@ def add_task(
                 joining,
                 inventory.convolutions,
                 budget=_budget(parts, experts, inventory),
+                weighting=config.weighting,
                 tolerance=tolerance,
                 progress=progress,
             )

@@ -110,6 +110,7 @@ def add_to_components(
     convolutions: frozenset[str],
     *,
     budget: float,
+    weighting: str,
     tolerance: float | None = None,
     progress: bool = True,
 ) -> tuple[RecoveryModule, Growth]:
@@ -121,6 +122,7 @@ def add_to_components(
         joining: Parameters that the recovery does not have yet.
         convolutions: Names of the parameters that are convolution weights.
         budget: Bytes that the new task may take.
+        weighting: How errors are weighted, as in `RetexConfig`.
         tolerance: Instead of the budget: the relative error that the new task may have in each parameter.
         progress: Show a progress bar.
     """
@@ -131,7 +133,7 @@ def add_to_components(
         energies[name] = [(expert - merged).double().square().sum().item()]
         shapes[name] = tuple(merged.shape)
     sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
-    weights = task_weights(energies, "tasks")
+    weights = task_weights(energies, weighting)
     ways = {}
     for name in track(names, title="Reading spectra", unit="parameter", progress=progress):
         expert, merged = read(name)

@@ -122,6 +122,24 @@ def test_tasks_come_and_go_and_the_others_stay_to_the_bit():
     assert relative_error(exact, {"blue": new}, "blue") < 0.011
 
 
+@torch.no_grad()
+def test_weighting_says_whether_a_small_update_counts_as_much_as_a_large_one():
+    base = FAMILIES["bert"].make().eval()
+    experts = make_experts(base)
+    start = base.state_dict()
+    for name, tensor in experts["red"].state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(start[name] + 0.02 * (tensor - start[name]))
+    found = {}
+    for weighting in ("tasks", "plain"):
+        # Merged at the base, so that the differences are the updates themselves.
+        merge = {"method": "task_arithmetic", "scale": 0.0}
+        model, _ = build_from(base, experts, None, storage=0.1, rank=256, weighting=weighting, merge=merge)
+        found[weighting] = {task: relative_error(model, experts, task) for task in TASKS}
+    assert found["plain"]["red"] > 0.95 > found["tasks"]["red"] + 0.1
+    assert found["plain"]["green"] < found["tasks"]["green"]
+
+
 def test_components_are_not_trained(tmp_path):
     model, experts = build("bert", 0.2)
     with pytest.raises(ConfigError, match="trains factors of one rank"):
