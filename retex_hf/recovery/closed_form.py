@@ -7,6 +7,7 @@ eigenvalues, and `eigen` decides where float32 suffices after that. The variants
 
 - ReTeX-E: `A_t (B S)` has rank at most r_g, so `B S` is the rank-r_g solution;
 - reversed order: the transposed differences;
+- weighted tasks: differences times the roots of the weights;
 - soft (Dirichlet) training and narrow task embeddings: other differences, see `Design`;
 - shared layers: `sum_l ||O_t - D_t^l||^2 = L ||O_t - mean_l D_t^l||^2 + const`, so the mean difference;
 - affine: alternate between the factors for given scales and, for a given `S`, scales and `G_t` together. Each half-step
@@ -15,7 +16,7 @@ eigenvalues, and `eigen` decides where float32 suffices after that. The variants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from .design import Design
 from .eigen import top_eigenpairs
 from .layout import MATRIX, SHARED_FIRST, Layout
+from .targets import squared_norm
 
 AFFINE_STEPS = 20
 AFFINE_TOLERANCE = 1e-4
@@ -76,6 +78,29 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
             generated[row, index] = factor
     return Solution(
         layout, design.unproject(generated.flatten(1)), shared, energy, residual, inner=_inner_factor(layout)
+    )
+
+
+def solve_weighted(differences: list[Tensor], layout: Layout, weights: Sequence[float]) -> Solution:
+    """Factor differences such that `sum_t w_t ||G_t S - D_t||^2` is least; `differences` are scaled in place.
+
+    With `sqrt(w_t) D_t` for `D_t` that is the basic problem. Energy and residual of the result count every task alike.
+    A task of weight 0 has no difference.
+    """
+    roots = [weight**0.5 if weight > 0 else 1.0 for weight in weights]
+    for difference, root in zip(differences, roots, strict=True):
+        difference.mul_(root)
+    energies = [squared_norm(difference) for difference in differences]
+    solution = solve(differences, layout)
+    # The rows of `S` are orthonormal, so what `G_t` has not is missed; but only the sum is free of rounding errors.
+    missed = [max(whole - squared_norm(part), 0.0) for whole, part in zip(energies, solution.generated, strict=True)]
+    share = solution.residual / sum(missed) if sum(missed) > 0 else 0.0
+    for generated, root in zip(solution.generated, roots, strict=True):
+        generated /= root
+    return replace(
+        solution,
+        energy=sum(whole / root**2 for whole, root in zip(energies, roots, strict=True)),
+        residual=sum(share * part / root**2 for part, root in zip(missed, roots, strict=True)),
     )
 
 

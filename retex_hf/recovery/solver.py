@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
 from ..errors import ConfigError
-from .budget import Spectrum, allocate
-from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
+from .closed_form import Solution, solve, solve_affine, solve_shared, solve_weighted
 from .design import Design, dirichlet_moments, narrow_basis, sampled_moments
 from .layout import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .module import RecoveryModule, recovery_tensors
 from .samplers import sample_weights
 from .targets import Targets
+from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
 
 NARROW_PASSES = 10
@@ -28,32 +27,17 @@ MOMENT_SAMPLES = 1_000_000
 KERNEL_CHUNK = 1 << 20
 
 
-def plan_layouts(
-    targets: Targets, config: RetexConfig, convolutions: frozenset[str], context: BuildContext
-) -> dict[str, Layout]:
-    """Return the layout of every parameter: by the rank rule, or by a budget over all of them."""
+def plan_layouts(targets: Targets, config: RetexConfig, convolutions: frozenset[str]) -> dict[str, Layout]:
+    """Return the layout of every parameter by the rank rule."""
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
-    if config.rank_budget is None:
-        return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
-
-    # Rank 1 shows the kind of a parameter; where even that costs as much as the whole, it is not factored at all.
-    layouts = ruled_layouts(shapes, replace(config, rank=1, rank_budget=None), targets.num_tasks, convolutions)
-    design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
-    values = run_dealt(
-        context,
-        {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
-        lambda name: spectrum(targets.differences(name), layouts[name], design).tolist(),
-        "Reading spectra",
-    )
-    spectra = {n: Spectrum(layouts[n], torch.tensor(values[n], dtype=torch.float64)) for n in targets.names}
-    storage = targets.num_tasks * targets.expert_numbers
-    return allocate(spectra, targets.num_tasks, math.floor(config.rank_budget * storage + 1e-6))
+    return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
 
 
 def ruled_layouts(
     shapes: Mapping[str, tuple[int, ...]], config: RetexConfig, num_tasks: int, convolutions: frozenset[str]
 ) -> dict[str, Layout]:
     """Return the layouts that the rank rule gives to parameters of these shapes."""
+    assert config.rank is not None  # a budget of storage has other layouts
     return {
         name: plan_layout(
             shape,
@@ -97,12 +81,15 @@ def solve_all(
     recovery = RecoveryModule.from_tensors(units, context.store.allocate("recovery", infos))
     recovery.write_embedding(basis)
     design = Design(tasks, basis, moments)
+    weights = None
+    if config.weighting == "tasks":
+        weights = task_weights({name: targets.energies[name] for name in targets.names}, config.weighting)
 
     def work(unit: tuple[str, ...]) -> list[float]:
         layout = units[unit]
         if layout.kind == WHOLE and design.is_plain and not affine and len(unit) == 1 and dimension == tasks:
             return _write_whole(targets, unit[0], recovery, dtype)
-        solution = _solve_unit(targets, unit, layout, config, design)
+        solution = _solve_unit(targets, unit, layout, config, design, weights)
         recovery.write(unit, solution, basis, dtype)
         return [solution.residual, solution.energy]
 
@@ -183,8 +170,15 @@ def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
 
 
 def _solve_unit(
-    targets: Targets, unit: tuple[str, ...], layout: Layout, config: RetexConfig, design: Design
+    targets: Targets,
+    unit: tuple[str, ...],
+    layout: Layout,
+    config: RetexConfig,
+    design: Design,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> Solution:
+    if weights is not None:
+        return solve_weighted(targets.differences(unit[0]), layout, weights[unit[0]])
     if config.recovery == "affine":
         experts = [targets.all_experts(name) for name in unit]
         merged = [targets.merged_beside(layer[0], name) for layer, name in zip(experts, unit, strict=True)]
