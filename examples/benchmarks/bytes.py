@@ -18,6 +18,7 @@ rows, so interrupted runs resume. Writes `--out` (default `<work>/bytes.json`) a
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import write_json
 from experiment import RETEX, Study, lines_figure, load, markdown_table, parse, run, run_cells
 from matplotlib.figure import Figure
 from measuring import Batch, batches, recovery_bytes
@@ -427,7 +427,7 @@ def main() -> None:
         "points": [point for row in rows for point in as_json(row)],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, results)
+    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     if arguments.plot:
         figure(rows).savefig(out.with_suffix(".png"), dpi=DPI)

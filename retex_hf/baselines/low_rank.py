@@ -27,8 +27,9 @@ LAST_BITS = 2
 class TaskSVD(Budgeted):
     """One rank for all matrices: the best approximation of each task's difference, at a number of bits per number.
 
-    A matrix whose factors would take no fewer bytes than the matrix is stored whole. Vectors are stored at 8 bits (in
-    bfloat16 where factors are) unless no rank would be left for them.
+    What the bytes of a whole rank leave over buys one more rank for the first matrices of the model. A matrix whose
+    factors would take no fewer bytes than the matrix is stored whole. Vectors are stored at 8 bits (in bfloat16 where
+    factors are) unless no rank would be left for them.
 
     Args:
         storage: See `Budgeted`.
@@ -58,7 +59,7 @@ class TaskSVD(Budgeted):
     def compress(self) -> None:
         for vectors in (True, False) if self.keeps_vectors else (False,):
             self.setting = self._largest_fitting(vectors)
-            if self.setting > 0:
+            if self.setting >= len(self.candidates()):  # a rank for every matrix
                 break
         # Nothing at all may be affordable.
         self.forms = self.forms_at(self.setting, vectors) if self.setting > 0 else {}
@@ -69,10 +70,11 @@ class TaskSVD(Budgeted):
         def size(setting: int) -> int:
             return len(self.weights.tasks) * self.differences.bytes(self.forms_at(setting, vectors))
 
-        return bisect_right(range(self.largest() + 1), self.budget(), key=size) - 1
+        settings = range(self.largest() * len(self.candidates()) + 1)
+        return bisect_right(settings, self.budget(), key=size) - 1
 
     def largest(self) -> int:
-        """Return the largest setting of the knob; 0 keeps no matrix."""
+        """Return the largest rank that any matrix may have."""
         return max((self.full_rank(sides) for sides in self.candidates().values()), default=0)
 
     @staticmethod
@@ -84,19 +86,20 @@ class TaskSVD(Budgeted):
         """Return the tensors that may be factored."""
         return self.differences.matrices
 
-    def rank(self, sides: Sides, setting: int) -> int:
-        """Return the rank of a matrix at a setting."""
-        return min(setting, self.full_rank(sides))
+    def rank(self, sides: Sides, step: int) -> int:
+        """Return the rank of a matrix at a step, of which there are as many as the largest rank."""
+        return min(step, self.full_rank(sides))
 
     def runs(self, sides: Sides, rank: int) -> tuple[tuple[int, int | None], ...]:
         """Return the components of a matrix as `(count, bits)`."""
         return ((rank, self.bits),)
 
     def forms_at(self, setting: int, vectors: bool) -> dict[str, Form]:
-        """Return what is kept of every tensor at a setting."""
+        """Return what is kept of every tensor at a setting: a step for each of the matrices in turn, then the next."""
         forms: dict[str, Form] = {}
-        for name, sides in self.candidates().items():
-            rank = self.rank(sides, setting)
+        step, further = divmod(setting, max(len(self.candidates()), 1))
+        for place, (name, sides) in enumerate(self.candidates().items()):
+            rank = self.rank(sides, step + (place < further))
             if rank:
                 factors, whole = Factors(self.runs(sides, rank)), Whole(self.bits)
                 larger = factors.bytes(sides) >= whole.bytes(self.differences.numbers(name))
@@ -115,7 +118,7 @@ class TaskSVD(Budgeted):
 
     def state(self) -> dict[str, Any]:
         vectors = any(name in self.forms for name in self.differences.vectors)
-        return {**super().state(), "setting": self.setting, "vectors": vectors}
+        return {**super().state(), "rank": self.setting / max(len(self.candidates()), 1), "vectors": vectors}
 
 
 class LoRAExtraction(TaskSVD):
@@ -145,8 +148,8 @@ class LoRAExtraction(TaskSVD):
 class RankShare(TaskSVD):
     """The same share of the singular values of every matrix, rounded up."""
 
-    def rank(self, sides: Sides, setting: int) -> int:
-        return -(-setting * self.full_rank(sides) // max(self.largest(), 1))
+    def rank(self, sides: Sides, step: int) -> int:
+        return -(-step * self.full_rank(sides) // max(self.largest(), 1))
 
 
 class TwinCompression(RankShare):
@@ -192,7 +195,7 @@ class TSVC(RankShare):
     def compress(self) -> None:
         if not self.authors_share:
             return super().compress()
-        self.setting = -(-self.largest() // len(self.weights.tasks))
+        self.setting = -(-self.largest() // len(self.weights.tasks)) * len(self.candidates())
         self.forms = self.forms_at(self.setting, vectors=True)
 
 

@@ -228,10 +228,20 @@ def test_tsv_c_keeps_one_of_t_by_default(bert):
 
 def test_ranks_by_share_follow_the_smaller_side(bert):
     method = fitted(TwinCompression(0.15), bert)
-    ratio = method.setting / method.largest()
-    for name, form in method.forms.items():
-        if isinstance(form, Factors):
-            assert form.rank == math.ceil(ratio * min(method.differences.matrices[name][1:]) - 1e-9)
+    step, further = divmod(method.setting, len(method.differences.matrices))
+    for place, (name, sides) in enumerate(method.differences.matrices.items()):
+        if isinstance(method.forms[name], Factors):
+            ratio = (step + (place < further)) / method.largest()
+            assert method.forms[name].rank == math.ceil(ratio * min(sides[1:]) - 1e-9)
+
+
+def test_what_one_rank_leaves_over_goes_to_the_first_matrices(bert):
+    method = fitted(TaskSVD(0.1, bits=4, exclude=EXCLUDE), bert)
+    ranks = [form.rank for form in method.forms.values() if isinstance(form, Factors)]
+    assert ranks == sorted(ranks, reverse=True)
+    assert max(ranks) - min(ranks) <= 1
+    larger = 3 * method.differences.bytes(method.forms_at(method.setting + 1, True))
+    assert method.added_bytes() <= 0.1 * experts_bytes(bert) < larger
 
 
 def test_delta_come_has_falling_precision():
@@ -361,12 +371,6 @@ def test_vectors_give_way_to_a_first_rank(bert):
         method = fitted(TaskSVD((room + 0.5) / experts_bytes(bert), bits=2, exclude=EXCLUDE), bert)
         assert method.setting >= 1
         assert all((name in method.forms) is kept for name in found.vectors)
-
-
-def test_the_next_rank_would_not_fit(bert):
-    method = fitted(TaskSVD(0.1, bits=4, exclude=EXCLUDE), bert)
-    larger = 3 * method.differences.bytes(method.forms_at(method.setting + 1, True))
-    assert method.added_bytes() <= 0.1 * experts_bytes(bert) < larger
 
 
 def test_singular_vectors_are_computed_once_per_reference(bert, monkeypatch):
