@@ -77,27 +77,41 @@ class Directions:
     right: int
     scale_bits: int = SCALE_BITS
 
+    @property
+    def shape(self) -> Shape:
+        """Return what determines the offers: numbers of a column and of a direction, bits of a scale, users."""
+        return self.left, self.right, self.scale_bits, self.energies.shape[1]
+
     def choose(self, price: float) -> Choice:
         """Return the bits of every direction and column that are worth their price; 0 where one is not kept."""
-        energies = self.energies.double()
-        if energies.shape[1] == 1:  # direction and column are kept together, or neither is
-            offers = _pairs(self.left, self.right, self.scale_bits, BITS)
-            found = offers.best(energies[:, 0], price)
-            bits = offers.bits[found]
-            worth = (offers.shares[found] * energies[:, 0] - price * offers.bytes[found]).sum().item()
-            return Choice(self, bits[:, 0], bits[:, 1:], worth)
-        best = torch.zeros(len(energies), dtype=torch.float64)
-        right, left = torch.zeros(len(energies), dtype=torch.int64), torch.zeros(energies.shape, dtype=torch.int64)
-        for number in BITS:
-            offers = _columns(self.left, number, self.scale_bits, BITS)
-            found = offers.best(energies, price)
-            total = (offers.shares[found] * energies - price * offers.bytes[found]).sum(1)
-            total = total - price * number * self.right / 8
-            better = total > best
-            best = torch.where(better, total, best)
-            right = torch.where(better, number, right)
-            left = torch.where(better.unsqueeze(1), offers.bits[found, 1], left)
-        return Choice(self, right, left, best.sum().item())
+        right, left, worth, _ = _best(self.energies.double(), self.shape, price)
+        return Choice(self, right, left, worth.sum().item())
+
+
+Shape = tuple[int, int, int, int]
+
+
+def _best(energies: Tensor, shape: Shape, price: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the bits of directions (n,) and columns (n, users) that are worth the most at a price, the worth of each
+    direction with its columns, and its bytes."""
+    length, numbers, scale_bits, users = shape
+    if users == 1:  # direction and column are kept together, or neither is
+        offers = _pairs(length, numbers, scale_bits, BITS)
+        found = offers.best(energies[:, 0], price)
+        bits, size = offers.bits[found], offers.bytes[found]
+        return bits[:, 0], bits[:, 1:], offers.shares[found] * energies[:, 0] - price * size, size
+    worth, size = torch.zeros(2, len(energies), dtype=torch.float64)
+    right, left = torch.zeros(len(energies), dtype=torch.int64), torch.zeros(energies.shape, dtype=torch.int64)
+    for number in BITS:
+        offers = _columns(length, number, scale_bits, BITS)
+        found = offers.best(energies, price)
+        own_size = offers.bytes[found].sum(1) + number * numbers / 8
+        own_worth = (offers.shares[found] * energies).sum(1) - price * own_size
+        better = own_worth > worth
+        worth, size = torch.where(better, own_worth, worth), torch.where(better, own_size, size)
+        right = torch.where(better, number, right)
+        left = torch.where(better.unsqueeze(1), offers.bits[found, 1], left)
+    return right, left, worth, size
 
 
 @cache
@@ -192,19 +206,44 @@ def allocate_bytes(parameters: Mapping[str, Ways], budget: float) -> dict[str, K
 
 
 def _at_budget(parameters: Mapping[str, Ways], budget: float) -> dict[str, Kept]:
-    energy = max(
-        (float(part.energies.sum()) for ways in parameters.values() for parts in ways.values() for part in parts),
-        default=0.0,
-    )
-    low, high = 1e-30, max(energy, 1e-30) * 8  # no byte recovers more than all
-    best = {name: choose(ways, high) for name, ways in parameters.items()}
+    """Return the best choice at the lowest price at which it fits."""
+    all_ways = _AllWays(parameters)
+    low, high = 1e-30, max(all_ways.energy, 1e-30) * 8  # no byte recovers more than all
     for _ in range(STEPS):
         price = sqrt(low * high)
-        found = {name: choose(ways, price) for name, ways in parameters.items()}
-        if sum(kept.bytes for kept in found.values()) <= budget:
-            best, high = found, price
-        else:
-            low = price
+        low, high = (low, price) if all_ways.bytes_at(price) <= budget else (price, high)
         if high / low < 1 + PRECISION:
             break
-    return best
+    while True:
+        found = {name: choose(ways, high) for name, ways in parameters.items()}
+        if sum(kept.bytes for kept in found.values()) <= max(budget, 0.0):
+            return found
+        high *= 1 + 1e-6  # sums in another order may round to another side
+
+
+class _AllWays:
+    """The ways of all parameters, priced together: one operation for all directions of one shape."""
+
+    def __init__(self, parameters: Mapping[str, Ways]) -> None:
+        self.counts = [len(ways) for ways in parameters.values()]
+        energies: dict[Shape, list[Tensor]] = {}
+        places: dict[Shape, list[Tensor]] = {}
+        flat = (parts for ways in parameters.values() for parts in ways.values())
+        for place, parts in enumerate(flat):
+            for part in parts:
+                energies.setdefault(part.shape, []).append(part.energies.double())
+                places.setdefault(part.shape, []).append(torch.full((len(part.energies),), place))
+        self.groups = {shape: (torch.cat(energies[shape]), torch.cat(places[shape])) for shape in energies}
+        self.energy = max((float(found.sum()) for found, _ in self.groups.values()), default=0.0)
+
+    def bytes_at(self, price: float) -> float:
+        """Return the bytes of the best choice at a price."""
+        worth, size = torch.zeros(2, sum(self.counts), dtype=torch.float64)
+        for shape, (energies, places) in self.groups.items():
+            *_, own_worth, own_size = _best(energies, shape, price)
+            worth.index_add_(0, places, own_worth)
+            size.index_add_(0, places, own_size)
+        total = 0.0
+        for worths, sizes in zip(worth.split(self.counts), size.split(self.counts), strict=True):
+            total += sizes[worths.argmax()].item() if len(worths) else 0.0
+        return total

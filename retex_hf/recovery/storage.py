@@ -217,13 +217,14 @@ def _chosen_rows(matrices: list[Tensor], weights: Sequence[float], chosen: Seque
 
 def _order(bits: Tensor) -> list[int]:
     """Return the kept vectors, those of the most bits first."""
-    return sorted((i for i in range(len(bits)) if bits[i] > 0), key=lambda i: -int(bits[i]))
+    numbers = bits.tolist()
+    return sorted((i for i, number in enumerate(numbers) if number > 0), key=lambda i: -numbers[i])
 
 
 def _own_order(choice: Choice) -> list[int]:
     """Return the kept directions of one task, those of the most bits first."""
-    kept = (i for i in range(len(choice.right)) if choice.right[i] > 0)
-    return sorted(kept, key=lambda i: (-int(choice.right[i]), -int(choice.left[i, 0])))
+    right, left = choice.right.tolist(), choice.left[:, 0].tolist()
+    return sorted((i for i, number in enumerate(right) if number > 0), key=lambda i: (-right[i], -left[i]))
 
 
 def _round_rows(rows: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
