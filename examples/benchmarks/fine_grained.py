@@ -11,16 +11,14 @@ are fine-tuned here, once.
 from __future__ import annotations
 
 import importlib
-import random
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import Task
+from class_groups import class_groups
 from experiment import RETEX, as_study, pack, parse, run, run_cells, unpack, write
 from sources import suite_sources
 
@@ -39,25 +37,6 @@ METHODS: list[dict[str, dict[str, Any]]] = [
     {"sim": {"label": "SiM"}},
     {RETEX: {"label": RETEX}},
 ]
-
-
-def class_groups(task: Task, count: int, seed: int = 0) -> list[Task]:
-    """Shuffle the classes of a task and deal them to `count` tasks of about equal size, with labels renumbered."""
-    classes = list(range(len(task.label_names)))
-    most = len(classes) // 2
-    if not 2 <= count <= most:
-        raise ConfigError(f"The {len(classes)} classes of {task.name} make between 2 and {most} groups, not {count}.")
-    random.Random(seed).shuffle(classes)
-    return [_group(task, f"{task.name}-{i + 1}of{count}", sorted(classes[i::count])) for i in range(count)]
-
-
-def _group(task: Task, name: str, classes: Sequence[int]) -> Task:
-    def rows(inputs: Sequence[Any], labels: Sequence[int]) -> tuple[list[Any], list[int]]:
-        chosen = [row for row, label in enumerate(labels) if label in classes]
-        return [inputs[row] for row in chosen], [classes.index(labels[row]) for row in chosen]
-
-    train, test = rows(task.train_inputs, task.train_labels), rows(task.test_inputs, task.test_labels)
-    return Task(name, [task.label_names[label] for label in classes], *train, *test)
 
 
 def main() -> None:

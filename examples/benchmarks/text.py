@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quickstart
+from class_groups import GROUP, load_group
 from common import Collate, Task, Training, data_folder, quiet, split_validation, train_experts
 from quickstart import fetch_base
 from transformers import AutoTokenizer
@@ -34,6 +35,8 @@ SETTINGS = {
     "agnews": Training(epochs=1, learning_rate=2e-4),
 }
 OTHERS = Training(epochs=1, learning_rate=3e-4)
+# A group of classes has few rows.
+GROUPS = Training(epochs=8, learning_rate=3e-4)
 
 
 def available(names: Sequence[str]) -> list[str]:
@@ -42,7 +45,10 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 def load_task(name: str) -> Task:
-    """Load one text task: strings and integer labels."""
+    """Load one text task, or a group of its classes ("banking77-3of10"): strings and integer labels."""
+    group = load_group(name, load_task)
+    if group is not None:
+        return group
     data = data_folder("text")
     if not (data / name).is_dir():
         sys.exit(f"{data / name} is missing: put the data of task {name!r} there, or name their folder by RETEX_DATA.")
@@ -56,7 +62,7 @@ def make_collate(base: Path) -> Collate:
 
 def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = None) -> None:
     """Train one expert on four fifths of its training set, by default for the suite's number of epochs."""
-    settings = SETTINGS.get(task.name, OTHERS)
+    settings = SETTINGS.get(task.name, GROUPS if GROUP.fullmatch(task.name) else OTHERS)
     settings = replace(settings, epochs=epochs or settings.epochs)
     quickstart.fine_tune_expert(base, split_validation(task)[0], settings, folder)
 
