@@ -207,7 +207,7 @@ def plot_errors(errors: Mapping[str, float], path: str | Path | None = None) -> 
 
 
 def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None) -> Figure:
-    """Plot error against storage, for uniform ranks and for rank budgets of the same storage.
+    """Plot error against storage, for uniform ranks and for budgets of as many bytes.
 
     Args:
         points: Points from `Analysis.storage_curve` or `error_against_storage`.
@@ -217,14 +217,14 @@ def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None)
     >>> from retex_hf.artifact.plots import plot_storage
     >>> figure = plot_storage([StoragePoint(8, 0.02, 0.6, 0.02, 0.5), StoragePoint(16, 0.04, 0.4, 0.04, 0.3)])
     >>> [line.get_label() for line in figure.axes[0].lines]
-    ['one rank everywhere', 'rank by budget']
+    ['one rank everywhere', 'a budget of bytes']
     """
     _require(points, "There are no points of error against storage to plot.")
     points = sorted(points, key=lambda point: point.uniform_share)
     figure, (axes,) = _figure((), height=4.5)
     from matplotlib.ticker import LogLocator, NullFormatter  # after `_figure`, which says what to install
 
-    for index, (kind, label) in enumerate((("uniform", "one rank everywhere"), ("budgeted", "rank by budget"))):
+    for index, (kind, label) in enumerate((("uniform", "one rank everywhere"), ("budgeted", "a budget of bytes"))):
         shares = [getattr(point, f"{kind}_share") for point in points]
         values = [getattr(point, f"{kind}_error") for point in points]
         axes.plot(shares, values, label=label, marker=MARKERS[index], markersize=4, **_line_style(index))
@@ -233,7 +233,7 @@ def plot_storage(points: Sequence[StoragePoint], path: str | Path | None = None)
         axes.annotate(f"r={point.rank}", place, (3, 5), textcoords="offset points", fontsize=7, color=COLOURS[0])
     axes.set(
         title="Recovery error against storage",
-        xlabel="Stored numbers (share of all experts')",
+        xlabel="Stored bytes (share of all experts')",
         ylabel="Relative error (all tasks and parameters)",
     )
     axes.set_xscale("log")

@@ -1,6 +1,5 @@
 """Recovery of each expert's weights from the merged ones: shape rules, generator module, exact solver, training."""
 
-from .budget import Spectrum, allocate
 from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
 from .components import ComponentGenerator, ComponentLayout
 from .design import Design, dirichlet_moments, narrow_basis
@@ -24,10 +23,8 @@ __all__ = [
     "RecoveryModule",
     "ScaleGenerator",
     "Solution",
-    "Spectrum",
     "Targets",
     "TrainingConfig",
-    "allocate",
     "clear_state",
     "dirichlet_moments",
     "effective_rank",

@@ -153,11 +153,16 @@ class Choice:
     @property
     def recovered(self) -> float:
         """Return the energy that the choice recovers."""
+        return self.recovered_by_user.sum().item()
+
+    @property
+    def recovered_by_user(self) -> Tensor:
+        """Return the energy that the choice recovers for every task that may use the directions."""
         kept = torch.zeros(max(BITS) + 1, dtype=torch.float64)
         for bits in BITS:
             kept[bits] = 1 - lost_energy(bits)
         right = kept[self.right] if self.directions.right else torch.ones(len(self.right), dtype=torch.float64)
-        return (right.unsqueeze(1) * kept[self.left] * self.directions.energies.double()).sum().item()
+        return (right.unsqueeze(1) * kept[self.left] * self.directions.energies.double()).sum(0)
 
 
 # The ways to keep one parameter, by name: several sets of directions, all of which are used.

@@ -119,10 +119,6 @@ class Layout:
         """Return the layout of the same parameter stored whole."""
         return Layout(self.shape, WHOLE)
 
-    def with_rank(self, rank: int) -> Layout:
-        """Return the layout of the same parameter at another rank."""
-        return replace(self, rank=rank)
-
 
 def effective_rank(rank: int, rows: int, columns: int) -> int:
     """Apply the paper's rule: return the requested rank where it is below both sides, else half the smaller side."""

@@ -1,4 +1,4 @@
-"""Spectra of the experts' differences from the merged model, and the error and storage of each rank.
+"""Spectra of the experts' differences from the merged model, and the error of each rank and of each budget of bytes.
 
 Experts are read again, one parameter at a time, beside the merged model of a build.
 
@@ -14,7 +14,7 @@ Experts are read again, one parameter at a time, beside the merged model of a bu
 >>> len(analysis.energy_ratios["a"])  # one ratio for every q up to the hidden size
 16
 >>> point = analysis.storage_curve([4])[0]
->>> point.budgeted_error <= point.uniform_error
+>>> point.budgeted_error < point.uniform_error
 True
 """
 
@@ -32,8 +32,12 @@ from ..checkpoints import Checkpoint, Inventory, TensorInfo, open_source, read_f
 from ..checkpoints.vocabulary import Vocabulary, aligned_view
 from ..config import RetexConfig
 from ..errors import CheckpointError, RetexError, TaskError, shorten
-from ..recovery import Layout, Spectrum, Targets, allocate, plan_layout, spectrum
+from ..recovery import Layout, Targets, plan_layout, spectrum
+from ..recovery.allocation import Kept, Ways
 from ..recovery.layout import MATRIX, at_rank
+from ..recovery.storage import Sides, fitting, matrix_sides, measure, ways_of
+from ..recovery.targets import difference_energy
+from ..recovery.weighting import task_weights
 from ..utils.progress import track
 from ..utils.tensor_bank import TensorBank
 
@@ -48,11 +52,37 @@ class BuiltModel(Protocol):
 
 
 @dataclass(frozen=True)
-class StoragePoint:
-    """Uniform rank `rank`, and the rank budget that may store as many numbers.
+class Spectrum:
+    """The energy in one parameter's differences.
 
-    Shares are relative to the experts' storage, as in `RetexConfig.rank_budget`. Errors are the norm of the residual
-    over the norm of the differences, over all tasks and parameters together.
+    `values[q]` is the energy that rank q + 1 adds to rank q of all tasks' differences stacked; a parameter that is not
+    factored (a vector) has one value, its whole energy. `ways` are the ways to keep the parameter, with energies times
+    the `weights` of the tasks, and `energies` those of every task.
+    """
+
+    layout: Layout
+    values: Tensor
+    sides: Sides | None
+    ways: Ways
+    weights: list[float]
+    energies: list[float]
+
+    def missed(self, kept: Kept) -> float:
+        """Return the energy that a choice misses, without weights."""
+        recovered = [by_user for choice in kept.choices for by_user in choice.recovered_by_user.tolist()]
+        return sum(
+            max(energy - found / weight, 0.0) if weight > 0 else 0.0
+            for energy, found, weight in zip(self.energies, recovered, self.weights, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class StoragePoint:
+    """One rank `rank` everywhere in float32 (`RetexConfig.paper`), and a budget of as many bytes
+    (`RetexConfig.storage`).
+
+    Shares are relative to the experts' bytes. Errors are the norm of the residual over the norm of the differences,
+    over all tasks and parameters together; that of a budget is predicted from what rounding loses on average.
     """
 
     rank: int
@@ -67,18 +97,18 @@ class Analysis:
     """Result of `analyse`.
 
     `energy_ratios` are the paper's rho_q per task (empty if the model has no square matrices), `spectra` the spectra of
-    the stacked differences per parameter, `expert_numbers` how many numbers one expert stores without its head.
+    the differences per parameter, `expert_bytes` the size of one expert without its head.
     """
 
     tasks: list[str]
-    expert_numbers: int
+    expert_bytes: int
     energy_ratios: dict[str, Tensor]
     spectra: dict[str, Spectrum]
 
     def storage_curve(self, ranks: Iterable[int] | None = None, *, progress: bool = False) -> list[StoragePoint]:
         """Return `error_against_storage` of these spectra; default ranks: all powers of two in the model's range."""
         ranks = _powers_of_two(self.spectra) if ranks is None else ranks
-        return error_against_storage(self.spectra, len(self.tasks), self.expert_numbers, ranks, progress=progress)
+        return error_against_storage(self.spectra, len(self.tasks) * self.expert_bytes, ranks, progress=progress)
 
 
 def analyse(
@@ -102,28 +132,30 @@ def analyse(
     """
     inventory = take_inventory(model.model)
     order = model.retex_config.factor_order
-    targets = _open_targets(model, inventory, experts, names, {"token": token, "cache_dir": cache_dir})
+    targets = _open_targets(model, inventory, experts, names, {"token": token, "cache_dir": cache_dir}, progress)
     tasks = targets.experts.tasks
     ratios: dict[str, list[Tensor]] = {task: [] for task in tasks}
+    # A parameter in which no expert differs needs no storage.
+    changed = {name: energies for name, energies in targets.energies.items() if any(energies)}
+    weights = task_weights(changed, "tasks")
     spectra = {}
-    for name in track(targets.names, title="Reading spectra", unit="tensor", progress=progress):
+    for name in track(list(changed), title="Reading spectra", unit="tensor", progress=progress):
         differences = targets.differences(name)
-        shape = inventory.shapes[name]
+        shape, convolution = inventory.shapes[name], name in inventory.convolutions
         # A layout of rank 1 tells the kind of the parameter; its spectrum then covers all ranks.
-        layout = plan_layout(shape, 1, len(tasks), name in inventory.convolutions, order=order)
-        found = Spectrum(layout, spectrum(differences, layout))
-        if found.values.sum() == 0:
-            continue  # no expert differs: nothing to store
-        spectra[name] = found
+        layout = plan_layout(shape, 1, len(tasks), convolution, order=order)
+        sides = matrix_sides(shape, convolution)
+        ways = ways_of(measure(differences, sides, weights[name]), shape, sides)
+        spectra[name] = Spectrum(layout, spectrum(differences, layout), sides, ways, weights[name], changed[name])
         if len(shape) == 2 and shape[0] == shape[1] > 1:
             for task, difference in zip(tasks, differences, strict=True):
                 ratio = energy_ratio(difference)
                 if ratio is not None:
                     ratios[task].append(ratio)
     averages = {task: average_ratios(ratios[task]) for task in tasks}
-    return Analysis(
-        tasks, targets.expert_numbers, {task: mean for task, mean in averages.items() if len(mean)}, spectra
-    )
+    merged, heads = model.model.state_dict(), model.heads[tasks[0]]
+    size = sum(merged[name].numel() * merged[name].element_size() for name in inventory.shapes if name not in heads)
+    return Analysis(tasks, size, {task: mean for task, mean in averages.items() if len(mean)}, spectra)
 
 
 def energy_ratio(difference: Tensor) -> Tensor | None:
@@ -160,68 +192,52 @@ def average_ratios(ratios: list[Tensor]) -> Tensor:
 
 
 def error_against_storage(
-    spectra: Mapping[str, Spectrum],
-    num_tasks: int,
-    expert_numbers: int,
-    ranks: Iterable[int],
-    *,
-    progress: bool = False,
+    spectra: Mapping[str, Spectrum], experts_bytes: int, ranks: Iterable[int], *, progress: bool = False
 ) -> list[StoragePoint]:
-    """Return storage and error of each uniform rank, and the error of a rank budget with the same storage.
+    """Return storage and error of each uniform rank, and the error of a budget of as many bytes.
 
-    Errors are those of the closed form, with offsets that no layers share. The error of a budget never exceeds that of
-    the uniform rank it is compared with.
+    Errors are those of the exact solver, with offsets that no layers share.
 
     Args:
         spectra: Spectra of all parameters, from `analyse`.
-        num_tasks: Number of tasks.
-        expert_numbers: How many numbers one expert stores.
+        experts_bytes: Bytes of all experts without heads.
         ranks: Uniform ranks, in the order of the result.
         progress: Show a progress bar.
-
-    >>> import torch
-    >>> from retex_hf.workflows.analysis import error_against_storage
-    >>> from retex_hf.recovery import Spectrum, plan_layout
-    >>> spectra = {"w": Spectrum(plan_layout((4, 4), 1, num_tasks=2), torch.tensor([3.0, 1.0, 0.0, 0.0]))}
-    >>> error_against_storage(spectra, num_tasks=2, expert_numbers=16, ranks=[1])
-    [StoragePoint(rank=1, uniform_share=0.375, uniform_error=0.5, budgeted_share=0.375, budgeted_error=0.5)]
     """
     ranks = list(ranks)
     for rank in ranks:
         if not isinstance(rank, int) or rank < 1:
             raise RetexError(f"Ranks must be integers above 0, not {rank!r}.")
-    energy = sum(found.values.sum().item() for found in spectra.values())
+    energy = sum(sum(found.energies) for found in spectra.values())
     if energy == 0:
         raise RetexError("No expert differs from the merged model: there is no error to trade for storage.")
-
-    def measure(layouts: Mapping[str, Layout]) -> tuple[float, int]:
-        stored = sum(layout.stored_numbers(num_tasks) for layout in layouts.values())
-        return (_residual(spectra, layouts) / energy) ** 0.5, stored
-
+    tasks = len(next(iter(spectra.values())).energies)
+    ways, sides = ({name: getattr(found, what) for name, found in spectra.items()} for what in ("ways", "sides"))
+    shapes = {name: found.layout.shape for name, found in spectra.items()}
     points = []
     for rank in track(ranks, title="Trading rank for storage", unit="rank", progress=progress):
-        uniform_error, numbers = measure(
-            {name: at_rank(found.layout, rank, num_tasks) for name, found in spectra.items()}
+        uniform = {name: at_rank(found.layout, rank, tasks) for name, found in spectra.items()}
+        size = 4 * sum(layout.stored_numbers(tasks) for layout in uniform.values())
+        kept, layouts = fitting(ways, shapes, sides, size)
+        missed = sum(found.missed(kept[name]) for name, found in spectra.items())
+        points.append(
+            StoragePoint(
+                rank,
+                uniform_share=size / experts_bytes,
+                uniform_error=(_residual(spectra, uniform) / energy) ** 0.5,
+                budgeted_share=sum(layout.bytes for layout in layouts.values()) / experts_bytes,
+                budgeted_error=(missed / energy) ** 0.5,
+            )
         )
-        budgeted = measure(allocate(spectra, num_tasks, numbers))
-        # `allocate` compares recovered energy, this compares residuals: rounding may order them differently.
-        budgeted_error, budgeted_numbers = min(budgeted, (uniform_error, numbers))
-        whole = num_tasks * expert_numbers
-        points.append(StoragePoint(rank, numbers / whole, uniform_error, budgeted_numbers / whole, budgeted_error))
     return points
 
 
 def _residual(spectra: Mapping[str, Spectrum], layouts: Mapping[str, Layout]) -> float:
-    """Return the energy that layouts leave out; a parameter without a layout is left out whole."""
+    """Return the energy that layouts leave out."""
     # Summing the residuals keeps small ones; a difference of energies would round them away.
-    left = 0.0
-    for name, found in spectra.items():
-        layout = layouts.get(name)
-        if layout is None:
-            left += found.values.sum().item()
-        elif layout.kind == MATRIX:
-            left += found.values[layout.rank :].sum().item()
-    return left
+    return sum(
+        spectra[name].values[layout.rank :].sum().item() for name, layout in layouts.items() if layout.kind == MATRIX
+    )
 
 
 def _powers_of_two(spectra: Mapping[str, Spectrum]) -> list[int]:
@@ -250,6 +266,7 @@ def _open_targets(
     experts: Mapping[str, Any],
     names: Iterable[str] | None,
     options: dict[str, Any],
+    progress: bool,
 ) -> Targets:
     tasks = list(model.retex_config.tasks)
     if set(experts) != set(tasks):
@@ -270,13 +287,12 @@ def _open_targets(
             checkpoint = _with_shared_rows(checkpoint, model, task)
         _check_fits(checkpoint, {name: inventory.shapes[name] for name in chosen})
         checkpoints[task] = checkpoint
-    merged = model.model.state_dict()
-    return Targets(
-        _Reopened(checkpoints),
-        {name: merged[name].cpu() for name in chosen},
-        names=chosen,
-        expert_numbers=sum(merged[name].numel() for name in body),
-    )
+    merged, reopened = model.model.state_dict(), _Reopened(checkpoints)
+    energies = {
+        name: [difference_energy(reopened.read_expert(task, name), merged[name].cpu()) for task in tasks]
+        for name in track(chosen, title="Measuring", unit="tensor", progress=progress)
+    }
+    return Targets(reopened, {name: merged[name].cpu() for name in chosen}, names=chosen, energies=energies)
 
 
 def _with_shared_rows(expert: Checkpoint, model: BuiltModel, task: str) -> Checkpoint:
