@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from retex_hf import RetexModel
 from retex_hf.baselines.retex import Retex
+from retex_hf.config import DEFAULT_STORAGE
 from retex_hf.data.readout import Classifier
 from retex_hf.evaluation import Collate, Material, TaskData
 from retex_hf.evaluation import evaluate as evaluate_method
@@ -85,7 +86,7 @@ def parse_arguments(description: str, work_dir: str) -> argparse.Namespace:
     """Parse the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--work-dir", type=Path, default=Path(work_dir), help="where everything is written")
-    parser.add_argument("--rank", type=int, help="rank of the recovery; default: the example's own")
+    parser.add_argument("--storage", default=DEFAULT_STORAGE, help="bytes of the recovery: a share, or a size")
     parser.add_argument(
         "--evaluate-only",
         action="store_true",
@@ -303,7 +304,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         storage = report["storage_bytes"]
         lines += [
             "",
-            f"Storage: {storage['artifact'] / 1e6:.1f} MB for the artifact (rank {report['rank']}), "
+            f"Storage: {storage['artifact'] / 1e6:.1f} MB for the artifact (storage {report['storage']}), "
             f"{storage['experts'] / 1e6:.1f} MB for the {len(report['tasks'])} experts "
             f"({storage['artifact'] / storage['experts']:.0%}).",
         ]
@@ -327,7 +328,7 @@ def write_report(work: Path, model: RetexModel, results: dict[str, Any], seconds
     report = {
         "tasks": results,
         "summary": summarise(results),
-        "rank": model.retex_config.rank,
+        "storage": model.retex_config.storage,
         "storage_bytes": {
             "artifact": folder_bytes(work / "retex"),
             "experts": sum(folder_bytes(work / "experts" / task) for task in results),

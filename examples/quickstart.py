@@ -45,9 +45,6 @@ TASKS = {
     "clickbait": Training(epochs=1, learning_rate=3e-4),
 }
 MAX_TOKENS = 64
-RANK = 64
-# Recovering the embeddings would take half of the storage, and the experts do as well with the merged ones.
-EXCLUDE = ["*embeddings*"]
 REFERENCE_INPUTS = 64
 
 
@@ -101,11 +98,11 @@ def fine_tune_expert(base: Path, task: Task, settings: Training, folder: Path) -
         tokenizer.save_pretrained(partial)
 
 
-def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[str, float]) -> None:
+def build(base: Path, tasks: list[Task], work: Path, storage: str, seconds: dict[str, float]) -> None:
     """Build one artifact from the experts."""
     with timed(seconds, "build"):
         experts = {task.name: work / "experts" / task.name for task in tasks}
-        config = RetexConfig(rank=rank, exclude=EXCLUDE, num_reference=REFERENCE_INPUTS)
+        config = RetexConfig(storage=storage, num_reference=REFERENCE_INPUTS)
         model = RetexModel.from_experts(base, experts, config)
     with timed(seconds, "fit signatures"):
         collate = text_collate(AutoTokenizer.from_pretrained(base))
@@ -140,7 +137,7 @@ def main() -> None:
     if not base.exists():
         fetch_base(base)
     train_experts(tasks, work, seconds, lambda task, folder: fine_tune_expert(base, task, TASKS[task.name], folder))
-    build(base, tasks, work, arguments.rank or RANK, seconds)
+    build(base, tasks, work, arguments.storage, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 
 

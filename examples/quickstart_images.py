@@ -48,7 +48,6 @@ NETWORK = {
 }
 BASE_TRAINING = Training(epochs=3, learning_rate=3e-3, batch_size=64, head_speed_up=1.0)
 EXPERT_TRAINING = Training(epochs=5, learning_rate=1e-3)
-RANK = 32
 REFERENCE_INPUTS = 64
 
 
@@ -104,11 +103,11 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
         model.save_pretrained(partial)
 
 
-def build(base: Path, tasks: list[Task], work: Path, rank: int, seconds: dict[str, float]) -> None:
+def build(base: Path, tasks: list[Task], work: Path, storage: str, seconds: dict[str, float]) -> None:
     """Build one artifact from the experts."""
     with timed(seconds, "build"):
         experts = {task.name: work / "experts" / task.name for task in tasks}
-        model = RetexModel.from_experts(base, experts, RetexConfig(rank=rank, num_reference=REFERENCE_INPUTS))
+        model = RetexModel.from_experts(base, experts, RetexConfig(storage=storage, num_reference=REFERENCE_INPUTS))
     with timed(seconds, "fit signatures"):
         model.fit_signatures({task.name: [collate(reference_inputs(task, REFERENCE_INPUTS))] for task in tasks})
     with timed(seconds, "save"):
@@ -139,7 +138,7 @@ def main() -> None:
         with timed(seconds, "train the base"):
             train_base(tasks, base)
     train_experts(tasks, work, seconds, lambda task, folder: fine_tune_expert(base, task, folder))
-    build(base, tasks, work, arguments.rank or RANK, seconds)
+    build(base, tasks, work, arguments.storage, seconds)
     evaluate_in_fresh_process(__file__, work, seconds)
 
 

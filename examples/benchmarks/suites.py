@@ -20,7 +20,7 @@ from retex_hf import RetexConfig, RetexModel
 
 @dataclass(frozen=True)
 class Suite:
-    """A base, its experts and their tasks; `options` are the quickstart's own settings of `RetexConfig`."""
+    """A base, its experts and their tasks; `options` are settings of `RetexConfig`."""
 
     name: str
     work: Path
@@ -56,7 +56,7 @@ def text_suite(work: Path) -> Suite:
         lambda task, folder: quickstart.fine_tune_expert(base, task, quickstart.TASKS[task.name], folder),
     )
     collate = quickstart.text_collate(AutoTokenizer.from_pretrained(base))
-    options = {"rank": quickstart.RANK, "exclude": quickstart.EXCLUDE}
+    options = {"rank": 64, "exclude": ["*embeddings*"]}
     return Suite("text (MiniLM)", work, tasks, collate, options, AutoModelForSequenceClassification.from_pretrained)
 
 
@@ -67,6 +67,6 @@ def image_suite(work: Path) -> Suite:
     if not base.exists():
         quickstart_images.train_base(tasks, base)
     train_experts(tasks, work, {}, lambda task, folder: quickstart_images.fine_tune_expert(base, task, folder))
-    options = {"rank": quickstart_images.RANK}
+    options = {"rank": 32}
     load = AutoModelForImageClassification.from_pretrained
     return Suite("images (ResNet)", work, tasks, quickstart_images.collate, options, load)
