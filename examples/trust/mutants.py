@@ -79,6 +79,7 @@ def _open_clip(folder: Path, seed: int) -> None:
 SUBJECTS = (
     Subject("BERT", _saved("bert"), 144, 600),
     Subject("T5 in shards, int8", _saved("t5", "20KB", recovery_dtype="int8"), 64, 500),
+    Subject("BERT, a budget of bytes", _saved("bert", rank=None, storage=0.3), 64, 500),
     Subject("T5", _saved("t5"), 0, 400),
     Subject("BERT, ReTeX-E, features of the base", _saved("bert", inner_rank=2, feature_source="pretrained"), 0, 400),
     Subject("OpenCLIP", _open_clip, 0, 400),
