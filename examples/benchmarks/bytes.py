@@ -95,8 +95,8 @@ class Point:
     agrees: dict[str, np.ndarray]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, with a digit per row."""
-        return {**vars(self), "correct": as_digits(self.correct), "agrees": as_digits(self.agrees)}
+        """Return plain values, with a bit per row."""
+        return {**vars(self), "correct": as_hex(self.correct), "agrees": as_hex(self.agrees)}
 
 
 def as_digits(rows: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -106,6 +106,15 @@ def as_digits(rows: Mapping[str, np.ndarray]) -> dict[str, str]:
     {'a': '10'}
     """
     return {task: "".join("1" if row else "0" for row in found) for task, found in rows.items()}
+
+
+def as_hex(rows: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return one bit per row in hexadecimal digits, after a leading 1.
+
+    >>> as_hex({"a": np.array([True, False, True, True])})
+    {'a': '1b'}
+    """
+    return {task: f"{int('1' + digits, 2):x}" for task, digits in as_digits(rows).items()}
 
 
 def from_digits(rows: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -423,7 +432,7 @@ def main() -> None:
         "tasks": study.tasks,
         "split": arguments.split,
         "experts_bytes": bench.experts_bytes,
-        "experts_correct": as_digits(bench.experts_correct),
+        "experts_correct": as_hex(bench.experts_correct),
         "points": [point for row in rows for point in as_json(row)],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
