@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,13 @@ WEIGHTINGS = ("tasks", "plain")
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 # Fields that say how offsets of a given rank are made.
 OF_RANKS = (
-    "rank", "inner_rank", "rank_budget", "task_embedding_dim", "recovery", "recovery_dtype", "factor_order",
-    "share_layers", "soft_training",
+    "inner_rank", "task_embedding_dim", "recovery", "recovery_dtype", "factor_order", "share_layers", "soft_training",
 )  # fmt: skip
+# Fields under which the exact solver knows the plain sum of squares alone.
+PLAIN_ONLY = ("task_embedding_dim", "recovery", "share_layers", "soft_training")
+# Chosen on validation rows (examples/benchmarks/bytes.py): the least share of every curve's plateau.
+DEFAULT_STORAGE = "2%"
+PAPER_RANK = 256
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 # The names of special-token fields in model configurations.
 TOKEN_ID = re.compile(r"[a-z][a-z0-9_]*_token_id")
@@ -82,17 +86,18 @@ class RetexConfig:
     """Configuration of a [`RetexModel`].
 
     Args:
-        rank: Rank of the recovered difference of each weight matrix, or `"full"` to store every difference
-            exactly. A matrix whose smaller side does not exceed `rank` gets half that side instead.
+        storage: Budget in bytes: a share of the experts' bytes (`0.01`, `"1%"`), or a size (`"50MB"`). It is spent
+            where it lowers the error most: on directions that a task has to itself or that tasks share, on tensors as
+            they are, at 2 to 16 bits per number. Default: `"2%"`, unless `rank` is given.
+        rank: The same rank for the recovered difference of each weight matrix, as in the paper, used instead of
+            `storage`; or `"full"` to store every difference exactly. A matrix whose smaller side does not exceed `rank`
+            gets half that side instead.
+        weighting: How the exact solver adds up errors. `"tasks"` counts every task's error relative to the size of its
+            own update (and, half as strongly, every layer's), `"plain"` adds up the squares, as the paper does.
+            Default, filled in on build: `"tasks"`; `"plain"` where it is the only one there is (`task_embedding_dim`,
+            `recovery="affine"`, `share_layers`, `soft_training`, and `solver="adam"`).
         inner_rank: ReTeX-E: the generated factor is itself a product of this rank. It spans the same space as
             `rank=inner_rank`, and exists to reproduce the paper.
-        rank_budget: Share of the experts' storage, used instead of one `rank`: it is spent on the layers and ranks that
-            recover the most energy per stored number.
-        storage: Budget in bytes, used instead of one `rank`: a share of the experts' bytes (`0.01`, `"1%"`), or a size
-            (`"50MB"`). It is spent where it lowers the error most: on directions that a task has to itself or that
-            tasks share, on tensors as they are, at 2 to 16 bits per number.
-        weighting: With `storage`: how errors are weighted. `"tasks"` counts every task's error relative to the size of
-            its own update (and, half as strongly, every layer's), `"plain"` adds up the squares, as the paper does.
         task_embedding_dim: Width of the task embedding; default: the number of tasks. A narrower one makes tasks share
             generator rows.
         merge: How to merge the experts: a registered method (`"average"`, `"task_arithmetic"`, `"ties"`,
@@ -103,8 +108,7 @@ class RetexConfig:
         recovery: `"offset"` adds an offset to the merged weights; `"affine"` also scales them, by one learned gamma per
             task and layer.
         recovery_dtype: Storage type of the factors: `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"` with one scale
-            per row. Factors are converted after solving or training; arithmetic is in float32. A `rank_budget` counts
-            numbers, whatever their width.
+            per row. Factors are converted after solving or training; arithmetic is in float32.
         factor_order: `"generated_first"` (`G_t S`) or `"shared_first"` (`S G_t`).
         share_layers: Let parameters of the same shape share generator and factor, and so one offset; not allowed with
             `rank="full"`.
@@ -144,18 +148,19 @@ class RetexConfig:
 
     Example:
         >>> from retex_hf import RetexConfig
+        >>> RetexConfig().storage
+        '2%'
         >>> config = RetexConfig(rank=64, merge={"method": "task_arithmetic", "scale": 0.3}, exclude=["*embeddings*"])
-        >>> config.rank
-        64
+        >>> config.rank, config.storage
+        (64, None)
         >>> RetexConfig(routing={"method": "hard", "far": "merged"}).routing["far"]
         'merged'
     """
 
-    rank: int | str = 256
-    inner_rank: int | None = None
-    rank_budget: float | None = None
     storage: float | str | None = None
-    weighting: str = "tasks"
+    rank: int | str | None = None
+    weighting: str | None = None
+    inner_rank: int | None = None
     task_embedding_dim: int | None = None
     merge: str | dict[str, Any] = "average"
     recovery: str = "offset"
@@ -198,23 +203,25 @@ class RetexConfig:
             object.__setattr__(self, name, value)  # the fields are frozen for everyone else
 
     def _check_combinations(self) -> None:
-        if self.storage is None and self.weighting != "tasks":
-            raise ConfigError("RetexConfig.weighting is for storage, which is not given.")
-        if self.storage is not None:
-            defaults = {f.name: f.default for f in fields(self)}
-            for name in OF_RANKS:
-                if getattr(self, name) != defaults[name]:
-                    raise ConfigError(
-                        f"RetexConfig.storage chooses what is kept of every layer, and its bits; it excludes {name}."
-                    )
+        defaults = {f.name: f.default for f in fields(self)}
+        changed = [name for name in OF_RANKS if getattr(self, name) != defaults[name]]
+        if self.rank is None and changed:
+            raise ConfigError(
+                f"RetexConfig.{changed[0]} is for factors of one rank: give rank too (RetexConfig.paper() has "
+                f"{PAPER_RANK}). A budget of storage chooses what is kept of every layer, and its bits."
+            )
+        if self.rank is not None and self.storage is not None:
+            raise ConfigError("RetexConfig.rank and storage exclude each other: storage chooses ranks and bits itself.")
+        if self.rank is None and self.storage is None:
+            self._store(storage=DEFAULT_STORAGE)
+        plain = [name for name in PLAIN_ONLY if getattr(self, name) != defaults[name]]
+        if self.weighting == "tasks" and plain:
+            raise ConfigError(f'RetexConfig.weighting="tasks" and {plain[0]} exclude each other.')
         if self.inner_rank is not None and isinstance(self.rank, int) and self.inner_rank > self.rank:
             raise ConfigError(
                 f"RetexConfig.inner_rank must not exceed rank ({self.rank}), not {self.inner_rank}: "
                 "A_t B spans no more than A_t has columns."
             )
-        for name, default in (("inner_rank", None), ("share_layers", False)):
-            if self.rank_budget is not None and getattr(self, name) != default:
-                raise ConfigError(f"RetexConfig.rank_budget chooses the rank of every layer; it excludes {name}.")
         if self.rank == "full" and self.share_layers:
             raise ConfigError(
                 'RetexConfig.rank="full" stores every difference exactly, which layers that share one offset '
@@ -236,6 +243,26 @@ class RetexConfig:
                 'RetexConfig.recovery="affine" and signatures="weights" exclude each other: a scaled weight is no '
                 "low-rank update."
             )
+
+    @classmethod
+    def paper(cls, **options: Any) -> RetexConfig:
+        """Return the paper's own setting: one rank of 256 everywhere, float32, and the plain sum of squared errors.
+
+        >>> from retex_hf import RetexConfig
+        >>> RetexConfig.paper().rank, RetexConfig.paper(rank=64, recovery="affine").rank
+        (256, 64)
+        """
+        return cls(**{"rank": PAPER_RANK, "weighting": "plain", **options})
+
+    def with_weighting(self, solver: str) -> RetexConfig:
+        """Return the configuration with the weighting that a solver uses, where none was given."""
+        if self.weighting == "tasks" and solver == "adam":
+            raise ConfigError('RetexConfig.weighting="tasks" is for the exact solver; solver="adam" has objective.')
+        if self.weighting is not None:
+            return self
+        defaults = {f.name: f.default for f in fields(self)}
+        plain = solver == "adam" or any(getattr(self, name) != defaults[name] for name in PLAIN_ONLY)
+        return replace(self, weighting="plain" if plain else "tasks")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -399,14 +426,13 @@ def routing_options(routing: str | dict[str, Any]) -> dict[str, Any]:
 
 # Field -> (check of a value, description of the allowed values).
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rank": (lambda v: v == "full" or _is_int(v, 1), 'a positive integer or "full"'),
+    "rank": (lambda v: v is None or v == "full" or _is_int(v, 1), 'a positive integer, "full" or None'),
     "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
-    "rank_budget": (lambda v: v is None or (_is_number(v) and 0 < v <= 1), "a share in (0, 1] or None"),
     "storage": (
         lambda v: v is None or _is_storage(v),
         'a share of the experts\' bytes in (0, 1], as a number or such as "1%", a size such as "50MB", or None',
     ),
-    "weighting": (lambda v: v in WEIGHTINGS, f"one of {WEIGHTINGS}"),
+    "weighting": (lambda v: v is None or v in WEIGHTINGS, f"one of {WEIGHTINGS} or None"),
     "task_embedding_dim": (
         lambda v: v is None or (_is_int(v, 1) and v <= 65_536),
         "a positive integer of at most 65536 or None",

@@ -101,7 +101,7 @@ def build_from(
     base: nn.Module, experts: dict[str, nn.Module], model_config: dict[str, Any] | None = None, **options: Any
 ) -> tuple[RetexModel, dict[str, nn.Module]]:
     cache = options.pop("expert_cache", "2GB")
-    config = RetexConfig(**{"rank": "full", **options})
+    config = RetexConfig(**({} if "storage" in options else {"rank": "full"}) | options)
     model = RetexModel.from_experts(
         base, experts, config, model_config=model_config, expert_cache=cache, progress=False
     )

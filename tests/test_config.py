@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from retex_hf import ConfigError, RetexConfig, RetexError
-from retex_hf.config import matches
+from retex_hf.config import DEFAULT_STORAGE, OF_RANKS, matches
 
 NAN, INF = float("nan"), float("inf")
 
 ALLOWED = {
-    "rank": [1, 256, "full"],
+    "rank": [None, 1, 256, "full"],
     "inner_rank": [None, 1, 64],
-    "rank_budget": [None, 0.15, 1],
-    "storage": [None, 0.01, 1, "1%", "0.25 %", "50MB", "3GiB"],
-    "weighting": ["tasks", "plain"],
+    "storage": ["2%", 0.01, 1, "1%", "0.25 %", "50MB", "3GiB"],
+    "weighting": [None, "tasks", "plain"],
     "recovery": ["offset", "affine"],
     "recovery_dtype": ["float32", "bfloat16", "float16", "int8"],
     "factor_order": ["generated_first", "shared_first"],
@@ -48,11 +47,10 @@ ALLOWED = {
     ],
 }
 REFUSED = {
-    "rank": [0, -1, 1.0, True, "all", None, [4]],
+    "rank": [0, -1, 1.0, True, "all", [4]],
     "inner_rank": [0, 2.0, True, "4"],
-    "rank_budget": [0, 1.5, -0.1, NAN, True, "15%"],
     "storage": [0, 1.5, -0.1, NAN, INF, True, "", "all", "0%", "101%", "0MB", "5mb", []],
-    "weighting": ["task", "", None, 1],
+    "weighting": ["task", "", 1],
     "recovery": ["scale", None],
     "recovery_dtype": ["int4", "fp16", "torch.float16", None, 8],
     "factor_order": ["reversed", None],
@@ -99,7 +97,7 @@ def test_every_field_has_cases():
 
 @pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
 def test_allowed_value_survives_json(name, value, tmp_path):
-    needed = {"storage": 0.1} if name == "weighting" else {}
+    needed = {"rank": 64} if name in OF_RANKS and value != RetexConfig.__dataclass_fields__[name].default else {}
     config = RetexConfig(**{name: value, **needed})
     assert getattr(config, name) == value
     config.save_pretrained(tmp_path)
@@ -129,6 +127,35 @@ def test_message_says_what_is_allowed(name, value, hint):
     with pytest.raises(ConfigError) as caught:
         RetexConfig(**{name: value})
     assert hint in str(caught.value)
+
+
+def test_the_default_is_a_share_of_storage_and_the_paper_has_one_rank():
+    default, paper = RetexConfig(), RetexConfig.paper()
+    assert (default.storage, default.rank) == (DEFAULT_STORAGE, None)
+    assert (paper.rank, paper.storage, paper.weighting, paper.recovery_dtype) == (256, None, "plain", "float32")
+    assert RetexConfig.paper(rank=8, factor_order="shared_first").rank == 8
+    with pytest.raises(ConfigError, match="exclude each other"):
+        RetexConfig.paper(storage="1%")
+
+
+@pytest.mark.parametrize(
+    ("options", "solver", "weighting"),
+    [
+        ({}, "closed_form", "tasks"),
+        ({"rank": 8}, "closed_form", "tasks"),
+        ({"rank": 8, "weighting": "plain"}, "closed_form", "plain"),
+        ({"rank": 8}, "adam", "plain"),
+        ({"rank": 8, "recovery": "affine"}, "closed_form", "plain"),
+        ({"rank": 8, "soft_training": "dirichlet"}, "closed_form", "plain"),
+    ],
+)
+def test_the_weighting_is_that_of_the_solver_where_none_is_given(options, solver, weighting):
+    assert RetexConfig(**options).with_weighting(solver).weighting == weighting
+
+
+def test_training_has_no_weighted_tasks():
+    with pytest.raises(ConfigError, match="is for the exact solver"):
+        RetexConfig(rank=8, weighting="tasks").with_weighting("adam")
 
 
 def test_errors_are_value_errors_too():
@@ -201,14 +228,12 @@ def test_patterns_name_modules_or_globs(pattern, matched):
     ("options", "message"),
     [
         ({"rank": 8, "inner_rank": 9}, r"inner_rank must not exceed rank \(8\), not 9"),
-        ({"rank_budget": 0.1, "inner_rank": 4}, "excludes inner_rank"),
-        ({"storage": 0.1, "rank": 4}, "excludes rank"),
-        ({"weighting": "plain"}, "weighting is for storage"),
-        ({"storage": 0.1, "recovery": "affine"}, "excludes recovery"),
-        ({"storage": 0.1, "recovery_dtype": "int8"}, "excludes recovery_dtype"),
-        ({"rank_budget": 0.1, "share_layers": True}, "excludes share_layers"),
+        ({"storage": 0.1, "rank": 4}, "rank and storage exclude each other"),
+        ({"storage": 0.1, "recovery": "affine"}, "recovery is for factors of one rank: give rank too"),
+        ({"recovery_dtype": "int8"}, "recovery_dtype is for factors of one rank: give rank too"),
+        ({"rank": 8, "soft_training": "dirichlet", "weighting": "tasks"}, "soft_training exclude each other"),
         ({"rank": "full", "share_layers": True}, "which layers that share one offset .* cannot have"),
-        ({"recovery": "affine", "soft_training": "dirichlet"}, "exclude each other"),
+        ({"rank": 8, "recovery": "affine", "soft_training": "dirichlet"}, "exclude each other"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(options, message):

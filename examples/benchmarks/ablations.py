@@ -123,9 +123,9 @@ def embedding_axis(study: Study) -> Axis:
     return Axis("Task embedding", "width of the task embedding", points, log_x=False)
 
 
-def rank_axis(study: Study, budgets: Sequence[float] = (0.02, 0.05, 0.15)) -> Axis:
+def rank_axis(study: Study, shares: Sequence[float] = (0.005, 0.01, 0.02, 0.05)) -> Axis:
     points = with_ranks("one rank everywhere", {})
-    points += [Point("rank by budget", f"budget {share:g}", {"rank_budget": share}) for share in budgets]
+    points += [Point("a budget of bytes", f"storage {share:g}", {"storage": share}) for share in shares]
     return Axis("Rank", STORAGE, points)
 
 
@@ -186,7 +186,7 @@ def measure(study: Study, point: Point) -> Evaluation:
         "solver": "adam",
         "training": TrainingConfig(**point.training),
     }  # fmt: skip
-    config = study.config(**_compatible(study.recipe.config, point.options))
+    config = study.config(**point.options)
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False, **solver)
     scores = {"known": recovered(model, study)}
     if point.routed:
@@ -194,11 +194,6 @@ def measure(study: Study, point: Point) -> Evaluation:
         scores["unknown"] = routed(model, study, scores["known"])
     errors = list(model.recovery_errors.values())
     return Evaluation(point.line, scores, recovery_bytes(model), {"relative_error": float(np.mean(errors))})
-
-
-def _compatible(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Drop the recipe's budget for a point that names a rank."""
-    return {"rank_budget": None, **options} if "rank" in options and "rank_budget" in config else options
 
 
 def measure_axis(study: Study, work: Path, axis: Axis) -> list[dict[str, Any]]:

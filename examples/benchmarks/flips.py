@@ -139,7 +139,7 @@ def around(study: Study, task: str, rows: int) -> dict[str, Any]:
 def at_rank(study: Study, rank: int, rows: int) -> dict[str, list[float]]:
     """Return pairs (distance, flip rate) of every task as recovered at a rank."""
     material = study.material
-    config = study.config(rank=rank, rank_budget=None, merge="average")
+    config = study.config(rank=rank, merge="average")
     model = RetexModel.from_experts(material.base, material.experts, config, progress=False)
     found = {}
     for task in study.tasks:

@@ -17,7 +17,7 @@ import yaml
 from retex_hf import RetexConfig
 from retex_hf.errors import ConfigError
 
-SUITES = ("text", "vision", "text_to_text")
+SUITES = ("text", "vision", "text_to_text", "causal")
 READOUTS = ("classifier", "zero_shot", "generate")
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
 TEMPLATES = ["a photo of a {}."]

@@ -41,7 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Dirichlet(1)": DIRICHLET,
     "task arithmetic": ARITHMETIC,
     "task arithmetic, Dirichlet(1)": {**ARITHMETIC, **DIRICHLET},
-    "rank by budget": {"rank_budget": None},  # filled in: the storage of ReTeX
 }
 OBJECTIVES = {"cosine": {"objective": "cosine"}, "cosine + L2": {"objective": "cosine_l2"}}
 COLUMNS = ("variant", "solver", "loss", "relative error", "normalised accuracy", "stored numbers", "seconds")
@@ -78,25 +77,24 @@ def measure(model: RetexModel, experts: dict[str, dict[str, Tensor]], individual
     }
 
 
-def variants(rank: int, numbers: int, experts: int) -> dict[str, RetexConfig]:
+def variants(rank: int) -> dict[str, RetexConfig]:
     """Return the configurations, with values that depend on the rank filled in."""
     options = {name: dict(values) for name, values in VARIANTS.items()}
     options["ReTeX-E, inner rank half"]["inner_rank"] = rank // 2
-    options["rank by budget"]["rank_budget"] = numbers / experts
-    return {name: RetexConfig(rank=rank, **values) for name, values in options.items()}
+    return {name: RetexConfig.paper(rank=rank, **values) for name, values in options.items()}
 
 
-def runs(rank: int, numbers: int, experts: int, steps: list[int]) -> dict[tuple[str, str], tuple[RetexConfig, Any]]:
+def runs(rank: int, steps: list[int]) -> dict[tuple[str, str], tuple[RetexConfig, Any]]:
     """Return (variant, solver) -> configuration and training."""
     planned = {}
-    for name, config in variants(rank, numbers, experts).items():
+    for name, config in variants(rank).items():
         planned[name, "exact"] = (config, None)
         for count in steps:
             soft = 0 if config.soft_training is None else count // 2
             planned[name, f"Adam {count:,}"] = (config, training(count - soft, soft_steps=soft))
     for name, options in OBJECTIVES.items():
         for count in steps:
-            planned[name, f"Adam {count:,}"] = (RetexConfig(rank=rank), training(count, **options))
+            planned[name, f"Adam {count:,}"] = (RetexConfig.paper(rank=rank), training(count, **options))
     return planned
 
 
@@ -138,12 +136,10 @@ def main() -> None:
         options = {"solver": "closed_form"} if settings is None else {"solver": "adam", "training": settings}
         return RetexModel.from_experts(arguments.work_dir / "base", folders, config, progress=False, **options)
 
-    plain = build(RetexConfig(rank=arguments.rank), None)
-    body = sum(t.numel() for n, t in plain.get_base_model().state_dict().items() if n.startswith("resnet"))
     finished = arguments.work_dir / "variants.json"
     rows = json.loads(finished.read_text(encoding="utf-8")) if finished.is_file() else []
     done = {(row["variant"], row["solver"]) for row in rows}
-    planned = runs(arguments.rank, plain.recovery.stored_numbers(), len(TASKS) * body, arguments.steps)
+    planned = runs(arguments.rank, arguments.steps)
     # Short runs first: an interrupted table is then complete up to some number of steps.
     waiting = sorted((key for key in planned if key not in done), key=lambda key: _steps(planned[key][1]))
     for variant, solver in tqdm(waiting, desc="variants", unit="run"):

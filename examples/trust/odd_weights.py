@@ -118,7 +118,13 @@ def scales_in_one_matrix(subject: Subject) -> None:
 @case("all experts are equal")
 def equal_experts(subject: Subject) -> None:
     subject.experts = copies(subject.experts["green"])
-    for config in ({}, {"rank_budget": 0.1}, {"recovery": "affine"}, {"recovery_dtype": "int8"}, {"rank": "full"}):
+    for config in (
+        {},
+        {"rank": None, "storage": 0.1},
+        {"recovery": "affine"},
+        {"recovery_dtype": "int8"},
+        {"rank": "full"},
+    ):
         model = subject.signed(**config)
         holds(len(model.recovery) == 0, f"{len(model.recovery)} parameters are recovered under {config}")
         experts_come_back(subject, model)
@@ -203,7 +209,7 @@ def ranks(subject: Subject) -> None:
 
 @case("a budget that is too small for anything")
 def no_budget(subject: Subject) -> None:
-    model = subject.signed(rank_budget=1e-9)
+    model = subject.signed(rank=None, storage=1e-9)
     holds(len(model.recovery) == 0, "something is stored")
     rows = subject.rows()
     with model.disable_adapter():

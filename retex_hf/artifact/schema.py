@@ -19,7 +19,7 @@ from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import KINDS, MATRIX, ORDERS, VECTOR
 from .state import RetexParts
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
     "retex_recovery",
     "retex_signatures",
@@ -111,7 +111,8 @@ def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig,
     if section.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
             f"{path} has format version {brief(section.get('format_version'))}; this library reads version "
-            f"{FORMAT_VERSION}: build it again."
+            f"{FORMAT_VERSION}: build it again from its experts, with `retex build` and its recipe or with "
+            "RetexModel.from_experts."
         )
     if verify and section.get("seal") != seal(values):
         raise ArtifactError(f"{path} is not as it was saved: its own checksum does not match. {IF_MEANT}")

@@ -14,7 +14,9 @@ from .dawin import DaWin
 from .emr import EMR, IdEMR
 from .identifier import Identifier, shared_identifier
 from .lora import IdLoRA, LoRA
+from .low_rank import TSVC, DeltaCoMe, LoRAExtraction, TaskSVD, TwinCompression
 from .mow import MoW
+from .signs import BitDelta, SparseTernary, StoredEMR
 from .sim import SiM
 from .static import Individual, Merged, ZeroShotBase
 from .twin import TwinMerging
@@ -34,6 +36,14 @@ BASELINES: dict[str, type[Method]] = {
     "dawin": DaWin,
     "wemoe": WEMoE,
     "mow": MoW,
+    "svd": TaskSVD,
+    "lora_extraction": LoRAExtraction,
+    "twin_compression": TwinCompression,
+    "tsv_c": TSVC,
+    "delta_come": DeltaCoMe,
+    "bitdelta": BitDelta,
+    "sparse_ternary": SparseTernary,
+    "stored_emr": StoredEMR,
 }
 
 

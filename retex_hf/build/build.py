@@ -38,6 +38,7 @@ from ..recovery import (
     train,
 )
 from ..recovery.storage import solve_storage
+from ..recovery.targets import difference_energy
 from ..recovery.work_sharing import run_dealt
 from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
 from ..utils.devices import device_of, parse_device
@@ -71,7 +72,7 @@ def build(
 
     `keep_state` is passed to `train`.
     """
-    _check_solver(solver, training, config)
+    config = _settled(config, solver, training)
     _check_calibration(config, calibration, readout)
     check_tasks(experts)
     accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
@@ -116,7 +117,7 @@ def build_folder(
     Returns:
         The absolute path of the folder.
     """
-    _check_solver(solver, training, config)
+    config = _settled(config, solver, training)
     _check_calibration(config, calibration, readout)
     target = writing.check_replaceable(output_dir)
     _check_apart(target, base, experts, config)
@@ -196,13 +197,15 @@ def _check_apart(target: Path, base: Any, experts: Mapping[str, Any], config: Re
                 raise ArtifactError(f"{target} holds {label}: expected another folder for the artifact.")
 
 
-def _check_solver(solver: str, training: TrainingConfig | None, config: RetexConfig) -> None:
+def _settled(config: RetexConfig, solver: str, training: TrainingConfig | None) -> RetexConfig:
+    """Return the configuration with the weighting that the solver uses, after a check that it can solve this at all."""
     if solver not in SOLVERS:
         raise ConfigError(f"solver must be one of {SOLVERS}, not {solver!r}.")
     if solver == "adam" and config.storage is not None:
         raise ConfigError('solver="adam" trains factors of one rank: give RetexConfig.rank instead of storage.')
     if training is not None and solver != "adam":
         raise ConfigError('training= is for solver="adam"; the closed form has nothing to train.')
+    return config.with_weighting(solver)
 
 
 def _training(solver: str, training: TrainingConfig | None) -> TrainingConfig | None:
@@ -286,23 +289,23 @@ def _construct(
     """Fill the merged model, the heads and the recovery, one parameter at a time; train the latter if told how."""
     config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
     own = _allocate_own(blueprint, context.store)
-    changed = _merge(blueprint, merged, own, context)
+    energies = _merge(blueprint, merged, own, context)
 
     targets = Targets(
         experts,
         merged,
-        names=[name for name in experts.names if changed[name] and not matches(name, config.exclude)],
-        expert_numbers=sum(prod(inventory.shapes[name]) for name in experts.names),
+        names=[name for name in experts.names if any(energies[name]) and not matches(name, config.exclude)],
+        energies=energies,
     )
     history = History()
     if config.storage is not None:
         budget = storage_bytes(config.storage, blueprint.body_bytes * len(experts.tasks))
         recovery, errors = solve_storage(targets, config, inventory.convolutions, budget, context)
     elif training is None:
-        layouts = plan_layouts(targets, config, inventory.convolutions, context)
+        layouts = plan_layouts(targets, config, inventory.convolutions)
         recovery, errors = solve_all(targets, layouts, config, context, config.recovery_dtype)
     else:
-        layouts = plan_layouts(targets, config, inventory.convolutions, context)
+        layouts = plan_layouts(targets, config, inventory.convolutions)
         recovery = train(targets, layouts, config, training, context, history=history, keep_state=keep_state)
         recovery = recovery.stored_as(config.recovery_dtype)
         errors = relative_errors(targets, recovery)
@@ -355,10 +358,12 @@ def _allocate_own(blueprint: Blueprint, store: Store) -> OwnTensors:
     return OwnTensors(allocate("heads", blueprint.heads), allocate("rows", blueprint.rows), pretrained)
 
 
-def _merge(blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, context: BuildContext) -> dict[str, bool]:
+def _merge(
+    blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, context: BuildContext
+) -> dict[str, list[float]]:
     """Fill every tensor of the merged model, the heads and the copy of the base, reading each expert's tensors once.
 
-    Returns, for each merged tensor, whether some expert differs from the merge.
+    Returns, for each merged tensor, the energy of every expert's difference from it.
     """
     experts = blueprint.experts
     own, integers, infos = set(experts.heads), set(blueprint.inventory.integers), blueprint.infos
@@ -367,7 +372,7 @@ def _merge(blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, cont
     finished = len(context.store.finished(MERGING)) == len(merged.units)
     merger = None if finished else _open_merger(blueprint)
 
-    def work(unit: tuple[str, ...]) -> dict[str, bool]:
+    def work(unit: tuple[str, ...]) -> dict[str, list[float]]:
         values: dict[str, Tensor | None] = {}
         tensors: dict[str, list[Tensor]] = {}
         for name in unit:
@@ -388,19 +393,18 @@ def _merge(blueprint: Blueprint, merged: MergedTensors, stored: OwnTensors, cont
             elif name in integers:
                 values[name] = _read_integer(experts, name)
         merged.write(values)
-        differs = {}
-        for name, found in tensors.items():
-            # The rounded merge is stored, so compare with that.
-            rounded = merged[name].to(blueprint.device)
-            differs[name] = any(not torch.equal(tensor.to(rounded.dtype), rounded) for tensor in found)
-        return differs
+        # The rounded merge is stored, so compare with that.
+        return {
+            name: [difference_energy(tensor, merged[name].to(blueprint.device)) for tensor in found]
+            for name, found in tensors.items()
+        }
 
     def written(unit: tuple[str, ...]) -> list[Tensor]:
         return [*merged.tensors_of(unit), *stored.named(unit)]
 
     costs = {unit: float(sum(prod(infos[name].shape) for name in unit if name in infos)) for unit in merged.units}
     done = run_dealt(context, costs, work, MERGING, written)
-    return {name: differs for facts in done.values() for name, differs in facts.items()}
+    return {name: found for facts in done.values() for name, found in facts.items()}
 
 
 def _read_integer(experts: ExpertSet, name: str) -> Tensor | None:

@@ -91,7 +91,7 @@ def _memory(
 
     Parameters that share a scaled offset count as one.
     """
-    config = config if config.rank_budget is None else replace(config, rank=1, rank_budget=None)
+    config = config if config.storage is None else replace(config, rank=1, storage=None)
     affine = config.recovery == "affine"
     mixed = config.soft_training is not None or (config.task_embedding_dim or tasks) < tasks
     per_expert = TENSORS_PER_AFFINE_EXPERT if affine else TENSORS_PER_MIXED_EXPERT if mixed else TENSORS_PER_EXPERT
@@ -122,8 +122,6 @@ def _recovery_bytes(
 ) -> int:
     if config.storage is not None:
         return floor(storage_bytes(config.storage, tasks * sum(map(tensor_bytes, body.values()))))
-    if config.rank_budget is not None:
-        return floor(4 * config.rank_budget * tasks * sum(prod(info.shape) for info in body.values()))
     units = group_layouts(ruled_layouts(shapes, config, tasks, convolutions), config.share_layers)
     dimension = config.task_embedding_dim or tasks
     wanted = recovery_tensors(

@@ -129,7 +129,7 @@ def add_task(
     trunk = set() if config.trunk is None else set(_trunk_names(parts, seen[0]))
 
     left_out = {n for n in experts.names if n in trunk or matches(n, config.exclude)}
-    joining = _joining(parts, experts, inventory, name, left_out, tolerance)
+    joining = _joining(parts, experts, inventory, name, left_out)
 
     def read(parameter: str) -> tuple[Tensor, Tensor]:
         merged = experts.read_base(parameter)
@@ -415,12 +415,9 @@ def _joining(
     inventory: Inventory,
     name: str,
     left_out: set[str],
-    tolerance: float | None,
 ) -> dict[str, Layout]:
     """Return the layouts of the parameters that the new expert changes and no other expert did."""
     config = parts.config
-    if config.rank_budget is not None and tolerance is None:
-        return {}  # unrecovered parameters were not worth their storage
     checkpoint = experts.experts[name]
     joining = {}
     for n in experts.names:

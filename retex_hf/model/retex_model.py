@@ -415,8 +415,8 @@ class RetexModel(RoutedModel):
             base: The model that an expert given as adapter was trained on; a `PeftModel` has its own.
             tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly, 1 never
                 adds rank. By default it is that of the other tasks in the same parameter (in parameters that the
-                others left as merged: the median over all matrices). A model of a `rank_budget` leaves such
-                parameters merged, unless a tolerance is given.
+                others left as merged: the median over all matrices). A model of a `storage` budget spends as many
+                bytes on the new task as on each of the others, unless a tolerance is given.
             check_base: Refuse an expert that is not related to the merged model.
             token: Hub token.
             cache_dir: Hub cache.

@@ -9,6 +9,7 @@ same problem:
 
 - ReTeX-E: `A_t (B S)` has rank at most r_g, so `B S` is the rank-r_g solution;
 - reversed order: the transposed differences;
+- weighted tasks: differences times the roots of the weights;
 - soft (Dirichlet) training and narrow task embeddings: other differences, see `Design`;
 - shared layers: `sum_l ||O_t - D_t^l||^2 = L ||O_t - mean_l D_t^l||^2 + const`, so the mean difference;
 - affine: alternate between the factors for given scales and, for a given `S`, scales and `G_t` together. Each half-step
@@ -17,7 +18,7 @@ same problem:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from . import krylov
 from .design import Design
 from .eigen import TOLERANCE, top_eigenpairs
 from .layout import MATRIX, SHARED_FIRST, Layout
+from .targets import squared_norm
 
 AFFINE_STEPS = 20
 AFFINE_TOLERANCE = 1e-4
@@ -43,8 +45,9 @@ class Solution:
 
     `generated` has one row per generator row (per task, unless the embedding is narrow); the layout determines `shared`
     and `inner`; `scales` (layers, T) are the affine variant's gamma. `energy` is the squared norm of the differences
-    (of their mixtures, under soft training), `residual` the part that the factors cannot represent, and `least` a lower
-    bound on the part that any factors of this form cannot represent (for given scales).
+    (of their mixtures, under soft training), `residual` the part that the factors cannot represent. `loss` is that
+    part as it is minimised, with the weights of the tasks, and `least` a lower bound on it for all factors of this form
+    (and given scales).
     """
 
     layout: Layout
@@ -52,6 +55,7 @@ class Solution:
     shared: Tensor | None
     energy: float
     residual: float
+    loss: float
     least: float
     inner: Tensor | None = None
     scales: Tensor | None = None
@@ -64,7 +68,7 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
     if layout.kind != MATRIX:
         shared = None if layout.shared_shape is None else targets[0].new_ones((), dtype=torch.float32)
         generated = design.unproject(torch.stack([target.reshape(-1).float() for target in targets]))
-        return Solution(layout, generated, shared, energy, outside, outside)
+        return Solution(layout, generated, shared, energy, outside, outside, outside)
 
     device = targets[0].device
     generated = torch.empty(len(targets), *layout.generated_shape, device=device)
@@ -79,8 +83,30 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
         shared[index] = vectors
         for row, factor in enumerate(factors):
             generated[row, index] = factor
-    return Solution(
-        layout, design.unproject(generated.flatten(1)), shared, energy, residual, least, inner=_inner_factor(layout)
+    generated = design.unproject(generated.flatten(1))
+    return Solution(layout, generated, shared, energy, residual, residual, least, inner=_inner_factor(layout))
+
+
+def solve_weighted(differences: list[Tensor], layout: Layout, weights: Sequence[float]) -> Solution:
+    """Factor differences such that `sum_t w_t ||G_t S - D_t||^2` is least; `differences` are scaled in place.
+
+    With `sqrt(w_t) D_t` for `D_t` that is the basic problem. Energy and residual of the result count every task alike.
+    A task of weight 0 has no difference.
+    """
+    roots = [weight**0.5 if weight > 0 else 1.0 for weight in weights]
+    for difference, root in zip(differences, roots, strict=True):
+        difference.mul_(root)
+    energies = [squared_norm(difference) for difference in differences]
+    solution = solve(differences, layout)
+    # The rows of `S` are orthonormal, so what `G_t` has not is missed; but only the sum is free of rounding errors.
+    missed = [max(whole - squared_norm(part), 0.0) for whole, part in zip(energies, solution.generated, strict=True)]
+    share = solution.residual / sum(missed) if sum(missed) > 0 else 0.0
+    for generated, root in zip(solution.generated, roots, strict=True):
+        generated /= root
+    return replace(
+        solution,
+        energy=sum(whole / root**2 for whole, root in zip(energies, roots, strict=True)),
+        residual=sum(share * part / root**2 for part, root in zip(missed, roots, strict=True)),
     )
 
 
@@ -102,7 +128,7 @@ def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design 
     solution = solve([mean.div_(count) for mean in means], layout, design)
     spread = max(energy - count * solution.energy, 0.0)
     residual, least = count * solution.residual + spread, count * solution.least + spread
-    return replace(solution, energy=energy, residual=residual, least=least)
+    return replace(solution, energy=energy, residual=residual, loss=residual, least=least)
 
 
 def solve_affine(

@@ -25,9 +25,9 @@ from .storage import (
     matrix_sides,
     measure,
     missed_energy,
-    task_weights,
     ways_of,
 )
+from .weighting import task_weights
 
 # Steps of the bisection of a price for a tolerance.
 STEPS = 60
@@ -110,7 +110,7 @@ def add_to_components(
     convolutions: frozenset[str],
     *,
     budget: float,
-    weighting: str,
+    weighting: str | None,
     tolerance: float | None = None,
     progress: bool = True,
 ) -> tuple[RecoveryModule, Growth]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ENERGY_CHUNK = 1 << 16
+from .targets import squared_norm
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Design:
         """Return the differences to factor, the energy of all (mixed) differences, and the energy that no factors can
         reach."""
         if self.is_plain:
-            return differences, sum(_energy(difference) for difference in differences), 0.0
+            return differences, sum(squared_norm(difference) for difference in differences), 0.0
         targets = [_combine(weights, differences) for weights in self._mixture]
         energy = sum(_combine(weights, differences).square().sum().item() for weights in self._root)
         inside = sum(target.square().sum().item() for target in targets)
@@ -84,11 +84,6 @@ def narrow_basis(kernel: Tensor, dimension: int) -> Tensor:
     embedding = vectors.flip(1)[:, :dimension]
     constant = torch.full((tasks, 1), tasks**-0.5, dtype=torch.float64)
     return torch.cat([constant, embedding], dim=1)
-
-
-def _energy(tensor: Tensor) -> float:
-    """Return the squared norm in float64, by parts, to avoid a float64 copy of the whole."""
-    return sum(part.double().square().sum().item() for part in tensor.reshape(-1).split(ENERGY_CHUNK))
 
 
 def _combine(weights: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .certificate import LanczosTest, largest_sum
+from .targets import squared_norm
 
 # Limit on the discarded energy relative to the lower bound on the least possible: at most 1 + TOLERANCE.
 TOLERANCE = 1e-2
@@ -73,7 +74,7 @@ def leading_vectors(
     >>> 1 <= found.discarded / found.least <= 1 + TOLERANCE
     True
     """
-    energy = sum(torch.linalg.vector_norm(matrix, dtype=torch.float64).square().item() for matrix in matrices)
+    energy = sum(squared_norm(matrix) for matrix in matrices)
     if energy == 0:
         rows = torch.eye(rank, matrices[0].shape[1], dtype=torch.float64, device=matrices[0].device)
         return Leading(rows, [matrix.new_zeros(len(matrix), rank) for matrix in matrices], 0.0, 0.0, 0.0)

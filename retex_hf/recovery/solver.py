@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from ..config import RetexConfig
 from ..errors import ConfigError
 from ..utils.progress import remark
 from . import krylov
-from .budget import Spectrum, allocate
-from .closed_form import Solution, solve, solve_affine, solve_shared, spectrum
+from .closed_form import Solution, solve, solve_affine, solve_shared, solve_weighted
 from .design import Design, dirichlet_moments, narrow_basis, sampled_moments
 from .layout import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
 from .module import RecoveryModule, recovery_tensors
 from .samplers import sample_weights
 from .targets import Targets
+from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
 
 NARROW_PASSES = 10
@@ -30,32 +29,17 @@ MOMENT_SAMPLES = 1_000_000
 KERNEL_CHUNK = 1 << 20
 
 
-def plan_layouts(
-    targets: Targets, config: RetexConfig, convolutions: frozenset[str], context: BuildContext
-) -> dict[str, Layout]:
-    """Return the layout of every parameter: by the rank rule, or by a budget over all of them."""
+def plan_layouts(targets: Targets, config: RetexConfig, convolutions: frozenset[str]) -> dict[str, Layout]:
+    """Return the layout of every parameter by the rank rule."""
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
-    if config.rank_budget is None:
-        return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
-
-    # Rank 1 shows the kind of a parameter; where even that costs as much as the whole, it is not factored at all.
-    layouts = ruled_layouts(shapes, replace(config, rank=1, rank_budget=None), targets.num_tasks, convolutions)
-    design = Design(targets.num_tasks, moments=soft_moments(config, targets.num_tasks))
-    values = run_dealt(
-        context,
-        {name: _cost(layout, targets.num_tasks) for name, layout in layouts.items()},
-        lambda name: spectrum(targets.differences(name), layouts[name], design).tolist(),
-        "Reading spectra",
-    )
-    spectra = {n: Spectrum(layouts[n], torch.tensor(values[n], dtype=torch.float64)) for n in targets.names}
-    storage = targets.num_tasks * targets.expert_numbers
-    return allocate(spectra, targets.num_tasks, math.floor(config.rank_budget * storage + 1e-6))
+    return ruled_layouts(shapes, config, targets.num_tasks, convolutions)
 
 
 def ruled_layouts(
     shapes: Mapping[str, tuple[int, ...]], config: RetexConfig, num_tasks: int, convolutions: frozenset[str]
 ) -> dict[str, Layout]:
     """Return the layouts that the rank rule gives to parameters of these shapes."""
+    assert config.rank is not None  # a budget of storage has other layouts
     return {
         name: plan_layout(
             shape,
@@ -99,29 +83,35 @@ def solve_all(
     recovery = RecoveryModule.from_tensors(units, context.store.allocate("recovery", infos))
     recovery.write_embedding(basis)
     design = Design(tasks, basis, moments)
+    weights = None
+    if config.weighting == "tasks":
+        weights = task_weights({name: targets.energies[name] for name in targets.names}, config.weighting)
 
     def work(unit: tuple[str, ...]) -> list[float]:
         layout = units[unit]
         if layout.kind == WHOLE and design.is_plain and not affine and len(unit) == 1 and dimension == tasks:
             return _write_whole(targets, unit[0], recovery, dtype)
-        solution = _solve_unit(targets, unit, layout, config, design)
+        solution = _solve_unit(targets, unit, layout, config, design, weights)
         recovery.write(unit, solution, basis, dtype)
-        return [solution.residual, solution.energy, solution.least]
+        return [solution.residual, solution.energy, solution.loss, solution.least]
 
     found = run_dealt(context, costs, work, "Solving", recovery.tensors_of)
     if basis is None and not affine:  # those alternate, which need not lead to the least possible
-        state_distance(context, sum(row[0] for row in found.values()), sum(row[2] for row in found.values()))
+        state_distance(context, "The factors", found.values())
     if moments is not None or dtype != "float32":
         # The solver's residual is that of mixtures under soft training, and ignores the rounding of narrow storage.
         return recovery, relative_errors(targets, recovery)
-    return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy, _) in found.items() for name in unit}
+    return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy, *_) in found.items() for name in unit}
 
 
-def state_distance(context: BuildContext, left_out: float, least: float) -> None:
-    """Say how far the error may be above that of the optimum."""
+def state_distance(context: BuildContext, what: str, found: Iterable[Sequence[float]]) -> None:
+    """Say how far an error may be from the least possible; the last two numbers of every row are a loss and a lower
+    bound on it."""
+    rows = list(found)
+    loss, least = sum(row[-2] for row in rows), sum(row[-1] for row in rows)
     if context.progress and context.is_main_process and least > 0:
-        ratio = math.ceil(left_out / least * 1e4) / 1e4
-        remark(f"The factors' squared error is at most {ratio:.4f} times the least possible.", in_logs=True)
+        ratio = math.ceil(loss / least * 1e4) / 1e4
+        remark(f"{what} miss at most {ratio:.4f} times the least possible energy.", in_logs=True)
 
 
 def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: str) -> list[float]:
@@ -131,7 +121,7 @@ def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: s
         difference = targets.difference(task, name)
         recovery.write_whole(name, task, difference, dtype)
         energy += difference.double().square().sum().item()
-    return [0.0, energy, 0.0]
+    return [0.0, energy, 0.0, 0.0]
 
 
 def _narrow_basis(
@@ -194,8 +184,15 @@ def _kernel(targets: Targets, name: str, solution: Solution) -> Tensor:
 
 
 def _solve_unit(
-    targets: Targets, unit: tuple[str, ...], layout: Layout, config: RetexConfig, design: Design
+    targets: Targets,
+    unit: tuple[str, ...],
+    layout: Layout,
+    config: RetexConfig,
+    design: Design,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> Solution:
+    if weights is not None:
+        return solve_weighted(targets.differences(unit[0]), layout, weights[unit[0]])
     if config.recovery == "affine":
         experts = [targets.all_experts(name) for name in unit]
         merged = [targets.merged_beside(layer[0], name) for layer, name in zip(experts, unit, strict=True)]

@@ -1,10 +1,4 @@
-"""The recovery that a budget of bytes buys: measure, choose, factor and round, one parameter at a time.
-
-The error that is minimised is relative to what it is a part of: `sum_t sum_l w_tl ||D_tl - R_tl||^2` with
-`w_tl = 1 / (E_t (E_tl / E_t)^alpha)`, where `E_tl` is the energy of task t's difference in parameter l and `E_t` its
-sum over all parameters. With alpha = 0 every task counts the same, whatever the size of its update; towards alpha = 1
-every parameter counts the same as well. The plain sum of the paper has all weights equal.
-"""
+"""The recovery that a budget of bytes buys: measure, choose, factor and round, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -32,11 +26,10 @@ from .components import (
     runs_of,
 )
 from .module import TASK_EMBEDDING, RecoveryModule
-from .targets import Targets
+from .targets import Targets, squared_norm
+from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
 
-# Weight of a parameter's own energy, between none (0) and all (1).
-ALPHA = 0.5
 # A column of a shared direction also stores which direction it is for.
 INDEX_BITS = 16
 
@@ -60,8 +53,7 @@ def solve_storage(
     shapes = {name: tuple(targets.merged[name].shape) for name in targets.names}
     sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
     numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
-    energies = run_dealt(context, numbers, lambda name: _energies(targets, name), "Measuring")
-    weights = task_weights(energies, config.weighting)
+    weights = task_weights({name: targets.energies[name] for name in targets.names}, config.weighting)
     measured = run_dealt(
         context, numbers, lambda name: measure(targets.differences(name), sides[name], weights[name]), "Reading spectra"
     )
@@ -88,7 +80,7 @@ def solve_storage(
         for part, tensor in stored.items():
             generator.get_parameter(part).copy_(tensor)
         missed = sum(missed_energy(generator, task, difference) for task, difference in enumerate(differences))
-        return [missed, sum(energies[name])]
+        return [missed, sum(targets.energies[name])]
 
     costs = {name: numbers[name] for name in layouts}
     found = run_dealt(context, costs, work, "Solving", lambda name: list(generators[name].parameters()))
@@ -126,23 +118,9 @@ def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
     return None if len(axes) < 2 else (prod(axes[:-2]), axes[-2], axes[-1])
 
 
-def task_weights(energies: Mapping[str, Sequence[float]], weighting: str) -> dict[str, list[float]]:
-    """Return the weight of every task's error in every parameter; `energies` are those of the differences."""
-    if weighting == "plain":
-        return {name: [1.0] * len(own) for name, own in energies.items()}
-    totals = [sum(column) for column in zip(*energies.values(), strict=True)]
-    return {
-        name: [
-            0.0 if energy == 0 else 1 / (total * (energy / total) ** ALPHA)
-            for energy, total in zip(own, totals, strict=True)
-        ]
-        for name, own in energies.items()
-    }
-
-
 def measure(differences: list[Tensor], sides: Sides | None, weights: Sequence[float]) -> Measured:
     """Return the weighted energies of a parameter's directions: of each task's own, and of all tasks' together."""
-    whole = [_energy(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
+    whole = [squared_norm(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
     if sides is None:
         return {"whole": whole, "own": [], "shared": []}
     matrices = _matrices(differences, sides)
@@ -217,15 +195,7 @@ def missed_energy(generator: ComponentGenerator, task: int, difference: Tensor) 
     """Return the energy of a task's difference that its components do not recover."""
     one_hot = torch.zeros(generator.layout.num_tasks)
     one_hot[task] = 1
-    return _energy(difference - generator(one_hot).to(difference.device))
-
-
-def _energies(targets: Targets, name: str) -> list[float]:
-    return [_energy(targets.difference(task, name)) for task in range(targets.num_tasks)]
-
-
-def _energy(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().item()
+    return squared_norm(difference - generator(one_hot).to(difference.device))
 
 
 def _matrices(differences: list[Tensor], sides: Sides) -> list[Tensor]:

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+NORM_CHUNK = 1 << 16
+
 
 class ExpertTensors(Protocol):
     """The source of the experts' tensors (memory-mapped files, as a rule)."""
@@ -23,14 +25,14 @@ class ExpertTensors(Protocol):
 class Targets:
     """The experts and the merged model.
 
-    `names` are the parameters to recover: those in which some expert differs from the merge. `expert_numbers` is how
-    many numbers one expert stores, all parameters included.
+    `names` are the parameters to recover: those in which some expert differs from the merge. `energies` are the squared
+    norms of every task's difference in every parameter.
     """
 
     experts: ExpertTensors
     merged: Mapping[str, Tensor]
     names: list[str]
-    expert_numbers: int
+    energies: Mapping[str, list[float]]
 
     @property
     def num_tasks(self) -> int:
@@ -65,6 +67,19 @@ class Targets:
         if len(tasks) == 1 and weights[tasks[0]] == 1:
             return self.difference(tasks[0], name)
         return sum((weights[task] * self.difference(task, name) for task in tasks), start=torch.zeros(()))
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """Return the squared norm of a tensor in float64, by parts, to avoid a float64 copy of the whole."""
+    return sum(torch.dot(part, part).item() for part in map(Tensor.double, tensor.reshape(-1).split(NORM_CHUNK)))
+
+
+def difference_energy(expert: Tensor, merged: Tensor) -> float:
+    """Return the energy of `W_t - W_merged`, by parts; 0 for an expert that is the merged one in its dtype."""
+    if torch.equal(expert.to(merged.dtype), merged):
+        return 0.0
+    parts = zip(*(tensor.reshape(-1).split(NORM_CHUNK) for tensor in (expert, merged)), strict=True)
+    return sum(squared_norm(ours.double() - theirs.double()) for ours, theirs in parts)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ CONFIGS = {
     "affine, shared": {"rank": 2, "recovery": "affine", "share_layers": True},
     "narrow, soft": {"rank": 2, "task_embedding_dim": 1, "soft_training": "dirichlet", "exclude": ["*self*", "emb*"]},
     "inner, ties": {"rank": 3, "inner_rank": 2, "merge": {"method": "ties", "density": 0.4}},
-    "budget, arithmetic": {"rank_budget": 0.3, "merge": "task_arithmetic", "feature_source": "pretrained"},
+    "budget, arithmetic": {"storage": 0.3, "merge": "task_arithmetic", "feature_source": "pretrained"},
     "consensus": {"rank": 2, "merge": {"method": "consensus", "thresholds": 0.4, "scale": 0.5}},
 }
 

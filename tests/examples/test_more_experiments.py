@@ -148,7 +148,7 @@ def test_axis_is_measured_once(study, tmp_path, monkeypatch):
 
 
 def test_point_over_the_budget_of_a_recipe(study):
-    study = replace(study, recipe=replace(study.recipe, config={"rank_budget": 0.5, "num_reference": 8}))
+    study = replace(study, recipe=replace(study.recipe, config={"storage": 0.5, "num_reference": 8}))
     found = ablations.measure(study, ablations.Point("", 0, {"rank": 2, "share_layers": True}))
     assert found.state["relative_error"] > 0
 

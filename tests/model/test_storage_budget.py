@@ -25,7 +25,7 @@ def build(name: str, storage: float | str = 0.2, **options) -> tuple[RetexModel,
     family = FAMILIES[name]
     base = family.make().eval()
     experts = make_experts(base)
-    model, _ = build_from(base, experts, family.model_config, storage=storage, rank=256, **options)
+    model, _ = build_from(base, experts, family.model_config, storage=storage, **options)
     return model, experts
 
 
@@ -104,7 +104,7 @@ def test_tasks_come_and_go_and_the_others_stay_to_the_bit():
     base = FAMILIES["bert"].make().eval()
     experts = make_experts(base)
     new = experts.pop("blue")
-    model, _ = build_from(base, experts, None, storage=0.2, rank=256)
+    model, _ = build_from(base, experts, None, storage=0.2)
     before = {task: model.recover(task) for task in model.tasks}
     added = model.add_task("blue", new, progress=False)
     body = body_bytes(model) if "blue" in model.heads else 0
@@ -117,7 +117,7 @@ def test_tasks_come_and_go_and_the_others_stay_to_the_bit():
     model.delete_task("red")
     found = model.recover("blue")
     assert all(torch.equal(tensor, found[name]) for name, tensor in kept.items())
-    exact, _ = build_from(base, experts, None, storage=0.2, rank=256)
+    exact, _ = build_from(base, experts, None, storage=0.2)
     exact.add_task("blue", new, tolerance=0.01, progress=False)
     assert relative_error(exact, {"blue": new}, "blue") < 0.011
 
@@ -134,7 +134,7 @@ def test_weighting_says_whether_a_small_update_counts_as_much_as_a_large_one():
     for weighting in ("tasks", "plain"):
         # Merged at the base, so that the differences are the updates themselves.
         merge = {"method": "task_arithmetic", "scale": 0.0}
-        model, _ = build_from(base, experts, None, storage=0.1, rank=256, weighting=weighting, merge=merge)
+        model, _ = build_from(base, experts, None, storage=0.1, weighting=weighting, merge=merge)
         found[weighting] = {task: relative_error(model, experts, task) for task in TASKS}
     assert found["plain"]["red"] > 0.95 > found["tasks"]["red"] + 0.1
     assert found["plain"]["green"] < found["tasks"]["green"]
@@ -196,7 +196,7 @@ def test_damaged_components_are_refused(tmp_path):
 
 
 def test_ranks_and_bytes_exclude_each_other():
-    with pytest.raises(ConfigError, match="it excludes rank"):
+    with pytest.raises(ConfigError, match="rank and storage exclude each other"):
         RetexConfig(storage=0.1, rank=8)
     for wrong in (0, 1.5, "many", "0%", "200%", True, -1):
         with pytest.raises(ConfigError, match="storage must be a share"):

@@ -115,7 +115,6 @@ VARIANTS = {
     "bfloat16": {"rank": 3, "recovery_dtype": "bfloat16"},
     "int8": {"rank": 3, "recovery_dtype": "int8"},
     "int8-reversed": {"rank": 3, "recovery_dtype": "int8", "factor_order": "shared_first"},
-    "budget": {"rank_budget": 0.3},
 }
 
 
@@ -197,8 +196,6 @@ def test_what_is_excluded_stays_merged_and_what_nobody_changed_joins():
 
     never, _ = build_from(base, experts, rank=3, exclude=["*embeddings*"])
     assert never.add_task(NEW, new, tolerance=1, progress=False).joined == [untouched[1]]  # vectors are exact always
-    budget, _ = build_from(base, experts, rank_budget=0.2)
-    assert not budget.add_task(NEW, new, progress=False).joined
 
 
 def test_more_tolerance_takes_less_storage():

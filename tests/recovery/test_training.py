@@ -165,7 +165,7 @@ def test_resuming_with_other_experts_is_refused(base, experts, tmp_path, monkeyp
 
 
 def test_starting_from_the_closed_form_stays_at_its_loss(base, experts):
-    exact = RetexModel.from_experts(base, experts, RetexConfig(rank=4), progress=False)
+    exact = RetexModel.from_experts(base, experts, RetexConfig.paper(rank=4), progress=False)
     tuned = fit(base, experts, initialise="closed_form", learning_rate=1e-6)
     for name, error in exact.recovery_errors.items():
         assert tuned.recovery_errors[name] == pytest.approx(error, abs=1e-4)

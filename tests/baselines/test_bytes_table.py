@@ -1,0 +1,137 @@
+"""The table of experts per stored byte: points on small suites, figures with intervals, and resumption."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import TASKS
+from materials import make_material
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
+
+import bytes as script
+from experiment import RETEX, Study
+from recipes import Recipe
+
+from retex_hf.baselines.differences import Factors
+
+
+@pytest.fixture
+def bench_of(tmp_path):
+    def make(kind: str, exclude: tuple[str, ...] = ()) -> script.Bench:
+        torch.manual_seed(0)
+        material = make_material(kind, rows=8)
+        experts = {}
+        for name, model in {"base": material.base, **material.experts}.items():
+            experts[name] = str(tmp_path / kind / name)
+            model.save_pretrained(experts[name])
+        material = replace(material, base=experts.pop("base"), experts=experts, shared={})
+        recipe = Recipe(suite="text", config={"exclude": list(exclude)}, batch_size=5)
+        study = Study(recipe, material, list(material.validation.values()))
+        return script.Bench(study, study.tests, "test", tmp_path / "work", None)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_systems_with_enough_bytes_answer_as_the_experts(bench_of, kind):
+    bench = bench_of(kind)
+    points = script.measure_all(bench, [RETEX, "SVD on merged", "Twin-Merging"], [0.6], ["float"])
+    assert [point.method for point in points] == [script.MERGED, RETEX, "SVD on merged", "Twin-Merging"]
+    merged, *others = points
+    assert merged.share == 0 and merged.error == pytest.approx(1)
+    assert not all(rows.all() for rows in merged.agrees.values())
+    for point in others:
+        assert 0.2 < point.share <= 0.6 and point.error < 0.01
+        assert all(rows.all() for rows in point.agrees.values()), point.method
+    rows = script.tabulate(points, bench.experts_correct)
+    assert [row.results[0]["agreement"].value for row in rows[1:]] == [1.0, 1.0, 1.0]
+
+
+def test_retex_is_built_at_the_size_of_rivals_that_have_one(bench_of):
+    bench = bench_of("bert")
+    points = script.measure_all(bench, [RETEX, "BitDelta", "EMR"], [0.05], ["float", "4"])
+    rows = script.tabulate(points, bench.experts_correct)
+    fixed = [row for row in rows if row.method in ("BitDelta", "EMR")]
+    assert len(fixed) == 3
+    for row in fixed:
+        (ours,) = (other for other in rows if other.method == RETEX and other.budget == row.budget)
+        assert ours.points[0].share <= row.budget == row.points[0].share
+        assert "lead" in row.results[0]
+
+
+def test_a_second_run_computes_nothing(bench_of, monkeypatch):
+    arguments = [RETEX, "SVD on base"], [0.1, 0.2], ["2", "8"]
+    bench = bench_of("bert")
+    first = script.measure_all(bench, *arguments)
+    monkeypatch.setattr(script.Bench, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(script.Bench, "answers", lambda *_: pytest.fail("answered again"))
+    again = script.Bench(bench.study, bench.study.tests, "test", bench.cells.parent, None)
+    second = script.measure_all(again, *arguments)
+    assert [point.as_dict() for point in first] == [point.as_dict() for point in second]
+
+
+def test_excluded_tensors_do_not_count_in_the_error(bench_of):
+    bench = bench_of("bert", ("*embeddings*",))
+    point = bench.rival("SVD on merged", "float", 0.6)
+    assert point is not None and point.error < 0.01
+    method = bench.fit(script.RIVALS["SVD on merged"], "float", 0.01)
+    assert not any("embeddings" in name for name in method.differences.sides)
+
+
+def point(method: str, width: str, correct: list[list[int]], agrees: list[list[int]], budget: float = 0.1):
+    rows = [dict(zip(TASKS, np.array(found, dtype=bool), strict=False)) for found in (correct, agrees)]
+    return script.Point(method, width, budget, budget, 0.0, {}, *rows)
+
+
+EXPERTS = {"red": np.array([1, 1, 1, 0], dtype=bool), "green": np.array([1, 1, 0, 0], dtype=bool)}
+
+
+def test_figures_are_means_over_tasks_relative_to_the_experts():
+    ours = point(RETEX, "", [[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]])
+    other = point("x", "", [[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 1, 0, 1], [1, 1, 0, 1]])
+    found = script.compare(other, ours, EXPERTS)
+    assert found["normalised"].value == pytest.approx((2 / 3 + 3 / 2) / 2)
+    assert found["worst"].value == pytest.approx(2 / 3)
+    assert found["agreement"].value == pytest.approx(0.75)
+    assert found["lead"]["normalised"].value == pytest.approx(1 - (2 / 3 + 3 / 2) / 2)
+    assert found["lead"]["agreement"].value == pytest.approx(7 / 8 - 3 / 4)
+    assert found["lead"]["agreement"].low <= 1 / 8 <= found["lead"]["agreement"].high
+
+
+def test_differences_are_paired_by_rows():
+    """The same rows right: the difference is zero in every resample, however wide each interval is."""
+    right = [[1, 0, 1, 0], [1, 1, 0, 0]]
+    found = script.compare(point("x", "", right, right), point(RETEX, "", right, right), EXPERTS)
+    assert found["agreement"].low < found["agreement"].high
+    for lead in found["lead"].values():
+        assert (lead.value, lead.low, lead.high) == (0, 0, 0)
+
+
+def test_each_figure_is_shown_at_its_best_width():
+    accurate = point("x", "4", [[1, 1, 1, 0], [1, 1, 0, 0]], [[0, 0, 0, 0], [1, 1, 1, 1]])
+    agreeing = point("x", "8", [[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]])
+    ours = point(RETEX, "", [[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]])
+    rows = script.tabulate([agreeing, ours, accurate], EXPERTS)
+    assert [row.method for row in rows] == [RETEX, "x"]
+    assert rows[1].points[rows[1].best("normalised")].width == "4"
+    assert rows[1].points[rows[1].best("agreement")].width == "8"
+    line = script.markdown(rows, "t").splitlines()[-1]
+    assert "1.000 (4) | 1.000 (4) | 1.000 (8) | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0]" in line
+    assert len(script.figure(rows).axes) == 2
+
+
+def test_every_rival_can_be_fitted_at_every_width(bench_of):
+    bench = bench_of("bert")
+    for label, width, share in script.planned(list(script.RIVALS), [0.05], list(script.WIDTHS)):
+        method = bench.fit(script.RIVALS[label], width, share)
+        assert method.added_bytes() >= 0
+        assert share is None or method.added_bytes() <= share * bench.experts_bytes
+        if label == "SVD on merged" and width:
+            bits = {form.runs[0][1] for form in method.forms.values() if isinstance(form, Factors)}
+            assert bits <= {script.WIDTHS[width]}
