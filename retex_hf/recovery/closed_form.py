@@ -222,25 +222,26 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
 
 def solve_matrices(differences: list[Tensor], rank: int) -> tuple[list[Tensor], Tensor, float]:
     """Return top-`rank` factors `G_t (a, r)`, `S (r, b)` of a list of (a, b) matrices, and the discarded energy."""
-    factors, shared, discarded, _ = _factor(differences, rank, rank)
+    factors, shared, discarded, _ = factor(differences, rank)
     return factors, shared, discarded
 
 
 def _solve_ordered(differences: list[Tensor], layout: Layout) -> tuple[list[Tensor], Tensor, float, float]:
-    """Apply `_factor` under the layout's order and inner rank."""
+    """Apply `factor` under the layout's order and inner rank."""
     differences = [_ordered(difference, layout) for difference in differences]
-    factors, shared, discarded, least = _factor(differences, layout.rank, layout.solved_rank)
+    factors, shared, discarded, least = factor(differences, layout.rank, layout.solved_rank)
     if layout.order == SHARED_FIRST:
         return [factor.T for factor in factors], shared.T, discarded, least
     return factors, shared, discarded, least
 
 
-def _factor(differences: list[Tensor], rank: int, kept: int) -> tuple[list[Tensor], Tensor, float, float]:
-    """Return `G_t (a, kept)`, `S (rank, b)`, the energy outside the first `kept` rows of S, and a lower bound on the
-    energy outside any as many."""
+def factor(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[list[Tensor], Tensor, float, float]:
+    """Return `G_t (a, kept)`, `S (rank, b)`, the energy outside the first `kept` rows of S (default: all), and a lower
+    bound on the energy outside any as many."""
+    kept = rank if kept is None else kept
     found = _from_products(differences, rank, kept)
     if found is not None:
-        factors = [factor[:, :kept].float() for factor in found.factors]
+        factors = [part[:, :kept].float() for part in found.factors]
         return factors, found.rows.float(), found.discarded, found.least
     shared, discarded, energy = _from_gram(differences, rank, kept)
     factors = _left_factors(differences, shared[:kept], discarded, energy)
