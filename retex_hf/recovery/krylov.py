@@ -27,9 +27,10 @@ OVERSAMPLING = 16
 FIRST_BLOCKS, MOST_BLOCKS = 4, 8
 # Steps of the test of the rest between two certificates, and at most.
 STEPS, MOST_STEPS = 4, 24
-# How often the smaller side must exceed a block for this to be faster than a Gram matrix: measured at ranks of 16 to
-# 256 and sides of 512 to 4096. Spectra without decay take several times as long as others, but not longer than that.
-SIDES_PER_BLOCK = 24
+# How often a block must fit into the smaller side for this to be faster than a Gram matrix: measured at ranks of 16 to
+# 256 and sides of 512 to 4096. Spectra without any decay take up to three times as long as others, about as long as a
+# Gram matrix at this limit.
+SIDES_PER_BLOCK = 20
 # Rows that are cast to another dtype at a time.
 SLAB_ROWS = 4096
 

@@ -4,8 +4,8 @@ Whole spectra need all eigenvalues of every Gram matrix, but only leading direct
 first directions are read, bytes are allocated, and where directions that were not read may be worth the price that a
 byte has then, more are read. Energies descend: what the last one that was read is not worth, no later one is.
 
-The energy of a shared direction is the sum over its users, and its worth is a maximum of functions that are linear in
-the users' energies, hence convex: of all directions of one energy, those that one task alone uses are worth the most.
+What a shared direction is worth depends also on how its energy is split between tasks. Those that were not read have
+no more energy than the last one; they are taken to be split in one of the ways in which the others are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
+
+import torch
 
 from .allocation import Directions, Kept
 from .codes import BITS
@@ -56,7 +58,7 @@ def needs_more(parts: Sequence[Directions], available: int, price: float) -> boo
 
 
 def _last(part: Directions) -> Directions:
-    """Return the most that the next direction can be worth: the energy of the last one, for one task alone."""
-    energies = part.energies.new_zeros(1, part.energies.shape[1])
-    energies[0, 0] = part.energies[-1].sum()
-    return replace(part, energies=energies)
+    """Return what the next direction may be: of the energy of the last one, split like any of those that were read."""
+    totals = part.energies.sum(1, keepdim=True)
+    splits = part.energies / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+    return replace(part, energies=splits * totals[-1])

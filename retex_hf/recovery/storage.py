@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count as counting
 from math import prod
 from typing import TypedDict
 
@@ -106,30 +107,42 @@ def _allocated(
     }
 
     def work(name: str) -> Measured:
-        return measure(targets.differences(name), sides[name], weights[name], counts[name])
+        return measure(targets.differences(name), sides[name], weights[name], counts[name], unread[name])
 
     measured: dict[str, Measured] = {}
-    unread, number = list(shapes), 1
-    while True:
+    unread: dict[str, list[str]] = {name: [OWN, SHARED] for name in shapes}
+    for number in counting(1):
         title = "Reading spectra" if number == 1 else f"Reading spectra, pass {number}"
-        measured |= run_dealt(context, {name: numbers[name] for name in unread}, work, title)
+        read = run_dealt(context, {name: numbers[name] for name in unread}, work, title)
+        measured |= {name: _joined(measured.get(name), found, unread[name]) for name, found in read.items()}
         ways = {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}
         kept, layouts = fitting(ways, shapes, sides, budget)
         price = byte_price(kept.values())
-        unread = [name for name in shapes if price is not None and _is_unread(ways[name], sides[name], tasks, price)]
+        found = {name: [] if price is None else _unread(ways[name], sides[name], tasks, price) for name in shapes}
+        unread = {name: parts for name, parts in found.items() if parts}
         if not unread:
-            state_distance(context, "The directions", [found["missed"] for found in measured.values()])
-            return kept, layouts
+            break
         counts.update({name: 2 * counts[name] for name in unread})
-        number += 1
+    state_distance(context, "The directions", [found["missed"] for found in measured.values()])
+    return kept, layouts
 
 
-def _is_unread(ways: Ways, sides: Sides | None, tasks: int, price: float) -> bool:
-    """Return whether directions of a parameter that were not read may be worth a price."""
+def _joined(before: Measured | None, found: Measured, parts: Sequence[str]) -> Measured:
+    """Return a measurement, with some of its parts read again."""
+    if before is None:
+        return found
+    own = found["own"] if OWN in parts else before["own"]
+    if SHARED not in parts:
+        return {**before, "own": own}
+    return {**found, "own": own}
+
+
+def _unread(ways: Ways, sides: Sides | None, tasks: int, price: float) -> list[str]:
+    """Return the ways of a parameter that have directions which were not read and may be worth a price."""
     if sides is None:
-        return False
+        return []
     available = {OWN: _most_directions(sides, 1), SHARED: _most_directions(sides, tasks)}
-    return any(way in ways and needs_more(ways[way], most, price) for way, most in available.items())
+    return [way for way, most in available.items() if way in ways and needs_more(ways[way], most, price)]
 
 
 def _most_directions(sides: Sides, tasks: int) -> int:
@@ -170,34 +183,45 @@ def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
 
 
 def measure(
-    differences: list[Tensor], sides: Sides | None, weights: Sequence[float], count: int | None = None
+    differences: list[Tensor],
+    sides: Sides | None,
+    weights: Sequence[float],
+    count: int | None = None,
+    parts: Sequence[str] = (OWN, SHARED),
 ) -> Measured:
-    """Return the weighted energies of a parameter's directions: of each task's own, and of all tasks' together.
+    """Return the weighted energies of a parameter's directions: of each task's own, of all tasks' together, or of both.
 
     At least the first `count` are measured; all by default.
     """
     whole = [squared_norm(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
+    measured: Measured = {"whole": whole, "own": [], "shared": [], "missed": [0.0, 0.0]}
     if sides is None:
-        return {"whole": whole, "own": [], "shared": [], "missed": [0.0, 0.0]}
+        return measured
     matrices = _matrices(differences, sides)
-    most = _most_directions(sides, 1)
-    spectra = [_spectrum(matrix, most if count is None else min(count, most)) for matrix in matrices]
-    own = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
-    if len(matrices) == 1:
-        return {"whole": whole, "own": own, "shared": [], "missed": [0.0, 0.0]}
-    most = _most_directions(sides, len(matrices))
-    factors, _, *missed = factor(_weighted(matrices, weights), most if count is None else min(count, most))
-    shared = torch.stack([part.double().square().sum(0) for part in factors], 1)
-    return {"whole": whole, "own": own, "shared": shared.tolist(), "missed": missed}
+    if OWN in parts:
+        spectra = [_spectrum(matrix, count) for matrix in matrices]
+        measured["own"] = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
+    if SHARED in parts and len(matrices) > 1:
+        most = _most_directions(sides, len(matrices))
+        rank = most if count is None else min(count, most)
+        if not _is_read_from_products(matrices, rank):
+            rank = max(rank, most // 4)  # an eigenvector more costs little beside the Gram matrix
+        factors, _, *measured["missed"] = factor(_weighted(matrices, weights), rank)
+        measured["shared"] = torch.stack([part.double().square().sum(0) for part in factors], 1).tolist()
+    return measured
 
 
-def _spectrum(matrix: Tensor, count: int) -> Tensor:
-    """Return the energies of at least the first `count` directions of a matrix."""
-    rows, columns = matrix.shape
-    if krylov.pays(rows, columns, count):
+def _spectrum(matrix: Tensor, count: int | None) -> Tensor:
+    """Return the energies of at least the first `count` directions of a matrix; all by default."""
+    if count is not None and _is_read_from_products([matrix], count):
         (left,), *_ = factor([matrix], count)
         return left.double().square().sum(0)
     return torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0)
+
+
+def _is_read_from_products(matrices: list[Tensor], count: int) -> bool:
+    rows, columns = matrices[0].shape
+    return krylov.pays(len(matrices) * rows, columns, count)
 
 
 def ways_of(measured: Measured, shape: tuple[int, ...], sides: Sides | None) -> dict[str, list[Directions]]:
@@ -277,10 +301,9 @@ def _chosen_rows(matrices: list[Tensor], weights: Sequence[float], chosen: Seque
     """Return some of the right singular vectors of stacked and weighted matrices as rows; `read` were measured."""
     if not chosen:
         return matrices[0].new_zeros(0, matrices[0].shape[1]).double()
-    rows, columns = matrices[0].shape
     # A Krylov space for as many directions is the same again, and so are they.
-    count = read if krylov.pays(len(matrices) * rows, columns, read) else max(chosen) + 1
-    return right_vectors(_weighted(matrices, weights), count)[list(chosen)]
+    rank = read if _is_read_from_products(matrices, read) else max(chosen) + 1
+    return right_vectors(_weighted(matrices, weights), rank)[list(chosen)]
 
 
 def _order(bits: Tensor) -> list[int]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
+from families import TEXT
+from helpers import make_experts
 from second_device import DEVICE, to_cpu, to_second
 from torch import Tensor
+from transformers import BertConfig, BertModel
 
+from retex_hf import RetexConfig, RetexModel
 from retex_hf.recovery import Layout, closed_form, krylov, solve
 from retex_hf.recovery.certificate import FAILURE, LanczosTest, chi_squared_quantile, largest_sum
 from retex_hf.recovery.krylov import TOLERANCE, leading_vectors, pays
@@ -299,3 +304,13 @@ def test_only_small_ranks_of_large_matrices_pay():
     assert pays(8192, 5632, 64)
     assert not pays(8192, 2048, 256)
     assert not pays(1024, 2048, 64)
+
+
+def test_a_build_states_the_distance(capsys):
+    base = BertModel(BertConfig(**TEXT)).eval()
+    RetexModel.from_experts(base, make_experts(base), RetexConfig(rank=3), device="cpu")
+    stated = re.findall(
+        r"The factors miss at most (1\.\d{4}) times the least possible energy\.", capsys.readouterr().err
+    )
+    assert len(stated) == 1
+    assert 1 <= float(stated[0]) <= 1 + TOLERANCE
