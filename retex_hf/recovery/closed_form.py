@@ -2,8 +2,10 @@
 
 The basic problem is `min sum_t ||G_t S - D_t||^2`. The `G_t` are free matrices (one generator row per task), so by
 Eckart-Young the optimum is the truncated SVD of the stacked differences: `S` holds the top right singular vectors and
-`G_t = D_t S^T`. Only a Gram matrix is needed; it is summed in float64, because float32 rounding would swamp its small
-eigenvalues, and `eigen` decides where float32 suffices after that. The variants reduce to the same problem:
+`G_t = D_t S^T`. Where the rank is small beside both sides of the stack, `krylov` finds them from a few products, with a
+certificate. Else, and where it has none, a Gram matrix is decomposed; it is summed in float64, because float32 rounding
+would swamp its small eigenvalues, and `eigen` decides where float32 suffices after that. The variants reduce to the
+same problem:
 
 - ReTeX-E: `A_t (B S)` has rank at most r_g, so `B S` is the rank-r_g solution;
 - reversed order: the transposed differences;
@@ -22,8 +24,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import krylov
 from .design import Design
-from .eigen import top_eigenpairs
+from .eigen import TOLERANCE, top_eigenpairs
 from .layout import MATRIX, SHARED_FIRST, Layout
 from .targets import squared_norm
 
@@ -42,7 +45,9 @@ class Solution:
 
     `generated` has one row per generator row (per task, unless the embedding is narrow); the layout determines `shared`
     and `inner`; `scales` (layers, T) are the affine variant's gamma. `energy` is the squared norm of the differences
-    (of their mixtures, under soft training), `residual` the part that the factors cannot represent.
+    (of their mixtures, under soft training), `residual` the part that the factors cannot represent. `loss` is that
+    part as it is minimised, with the weights of the tasks, and `least` a lower bound on it for all factors of this form
+    (and given scales).
     """
 
     layout: Layout
@@ -50,6 +55,8 @@ class Solution:
     shared: Tensor | None
     energy: float
     residual: float
+    loss: float
+    least: float
     inner: Tensor | None = None
     scales: Tensor | None = None
 
@@ -61,24 +68,23 @@ def solve(differences: list[Tensor], layout: Layout, design: Design | None = Non
     if layout.kind != MATRIX:
         shared = None if layout.shared_shape is None else targets[0].new_ones((), dtype=torch.float32)
         generated = design.unproject(torch.stack([target.reshape(-1).float() for target in targets]))
-        return Solution(layout, generated, shared, energy, outside)
+        return Solution(layout, generated, shared, energy, outside, outside, outside)
 
     device = targets[0].device
     generated = torch.empty(len(targets), *layout.generated_shape, device=device)
     assert layout.shared_shape is not None  # every matrix has one
     shared = torch.empty(layout.shared_shape, device=device)
     stacks = [target.reshape(layout.stacked_shape) for target in targets]
-    residual = outside
+    residual = least = outside
     for index in range(layout.batch):
         matrices = [stack[index] for stack in stacks]
-        factors, vectors, left = _solve_ordered(matrices, layout)
-        residual += left
+        factors, vectors, left, bound = _solve_ordered(matrices, layout)
+        residual, least = residual + left, least + bound
         shared[index] = vectors
         for row, factor in enumerate(factors):
             generated[row, index] = factor
-    return Solution(
-        layout, design.unproject(generated.flatten(1)), shared, energy, residual, inner=_inner_factor(layout)
-    )
+    generated = design.unproject(generated.flatten(1))
+    return Solution(layout, generated, shared, energy, residual, residual, least, inner=_inner_factor(layout))
 
 
 def solve_weighted(differences: list[Tensor], layout: Layout, weights: Sequence[float]) -> Solution:
@@ -120,8 +126,9 @@ def solve_shared(layers: Iterable[list[Tensor]], layout: Layout, design: Design 
             mean += difference
         count += 1
     solution = solve([mean.div_(count) for mean in means], layout, design)
-    spread = energy - count * solution.energy
-    return replace(solution, energy=energy, residual=count * solution.residual + max(spread, 0.0))
+    spread = max(energy - count * solution.energy, 0.0)
+    residual, least = count * solution.residual + spread, count * solution.least + spread
+    return replace(solution, energy=energy, residual=residual, loss=residual, least=least)
 
 
 def solve_affine(
@@ -215,19 +222,30 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
 
 def solve_matrices(differences: list[Tensor], rank: int) -> tuple[list[Tensor], Tensor, float]:
     """Return top-`rank` factors `G_t (a, r)`, `S (r, b)` of a list of (a, b) matrices, and the discarded energy."""
-    shared, discarded, energy = _right_vectors(differences, rank)
-    return _left_factors(differences, shared, discarded, energy), shared.float(), discarded
+    factors, shared, discarded, _ = factor(differences, rank)
+    return factors, shared, discarded
 
 
-def _solve_ordered(differences: list[Tensor], layout: Layout) -> tuple[list[Tensor], Tensor, float]:
-    """Apply `solve_matrices` under the layout's order and inner rank."""
+def _solve_ordered(differences: list[Tensor], layout: Layout) -> tuple[list[Tensor], Tensor, float, float]:
+    """Apply `factor` under the layout's order and inner rank."""
     differences = [_ordered(difference, layout) for difference in differences]
-    rank = layout.solved_rank
-    shared, discarded, energy = _right_vectors(differences, layout.rank, rank)
-    factors = _left_factors(differences, shared[:rank], discarded, energy)
+    factors, shared, discarded, least = factor(differences, layout.rank, layout.solved_rank)
     if layout.order == SHARED_FIRST:
-        return [factor.T for factor in factors], shared.T.float(), discarded
-    return factors, shared.float(), discarded
+        return [factor.T for factor in factors], shared.T, discarded, least
+    return factors, shared, discarded, least
+
+
+def factor(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[list[Tensor], Tensor, float, float]:
+    """Return `G_t (a, kept)`, `S (rank, b)`, the energy outside the first `kept` rows of S (default: all), and a lower
+    bound on the energy outside any as many."""
+    kept = rank if kept is None else kept
+    found = _from_products(differences, rank, kept)
+    if found is not None:
+        factors = [part[:, :kept].float() for part in found.factors]
+        return factors, found.rows.float(), found.discarded, found.least
+    shared, discarded, energy = _from_gram(differences, rank, kept)
+    factors = _left_factors(differences, shared[:kept], discarded, energy)
+    return factors, shared.float(), discarded, discarded / (1 + TOLERANCE)
 
 
 def _ordered(difference: Tensor, layout: Layout) -> Tensor:
@@ -243,10 +261,26 @@ def _inner_factor(layout: Layout) -> Tensor | None:
 
 def right_vectors(differences: list[Tensor], rank: int) -> Tensor:
     """Return the first `rank` right singular vectors of stacked matrices as rows, in float64."""
-    return _right_vectors(differences, rank)[0].double()
+    found = _from_products(differences, rank, rank)
+    return _from_gram(differences, rank, rank)[0].double() if found is None else found.rows
 
 
-def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None) -> tuple[Tensor, float, float]:
+def _from_products(differences: list[Tensor], rank: int, kept: int) -> krylov.Leading | None:
+    """Return the top right singular vectors of a stack by a Krylov space; None where that does not pay or is not
+    certified."""
+    rows, columns = differences[0].shape
+    if not krylov.pays(len(differences) * rows, columns, rank):
+        return None
+    found = krylov.leading_vectors(differences, rank, kept)
+    if found is None:
+        return None
+    signs = _signs(found.rows)
+    return replace(
+        found, rows=found.rows * signs, factors=[factor * signs.T.to(factor.dtype) for factor in found.factors]
+    )
+
+
+def _from_gram(differences: list[Tensor], rank: int, kept: int) -> tuple[Tensor, float, float]:
     """Return the top right singular vectors of the stack as rows, the energy outside the first `kept`, and the total
     energy."""
     products = gram(differences)
@@ -263,9 +297,16 @@ def _right_vectors(differences: list[Tensor], rank: int, kept: int | None = None
         shared = torch.where(norms > 1e-7 * norms.max(), shared / norms, 0.0)
     else:
         shared = vectors.T
-    # An eigenvector's sign is arbitrary; fixing it makes the result independent of how the work was divided.
-    peaks = shared.gather(1, shared.abs().argmax(1, keepdim=True))
-    return shared * torch.where(peaks < 0, -1.0, 1.0), discarded, energy
+    return shared * _signs(shared), discarded, energy
+
+
+def _signs(rows: Tensor) -> Tensor:
+    """Return signs (n, 1) that make the largest number of every row positive.
+
+    The sign of an eigenvector is arbitrary; fixing it makes the result independent of how the work was divided.
+    """
+    peaks = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return torch.where(peaks < 0, -1.0, 1.0)
 
 
 def _left_factors(differences: list[Tensor], shared: Tensor, discarded: float, energy: float) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
 from ..errors import ConfigError
+from ..utils.progress import remark
+from . import krylov
 from .closed_form import Solution, solve, solve_affine, solve_shared, solve_weighted
 from .design import Design, dirichlet_moments, narrow_basis, sampled_moments
 from .layout import MATRIX, SHARED_FIRST, WHOLE, Layout, plan_layout
@@ -91,13 +93,25 @@ def solve_all(
             return _write_whole(targets, unit[0], recovery, dtype)
         solution = _solve_unit(targets, unit, layout, config, design, weights)
         recovery.write(unit, solution, basis, dtype)
-        return [solution.residual, solution.energy]
+        return [solution.residual, solution.energy, solution.loss, solution.least]
 
     found = run_dealt(context, costs, work, "Solving", recovery.tensors_of)
+    if basis is None and not affine:  # those alternate, which need not lead to the least possible
+        state_distance(context, "The factors", found.values())
     if moments is not None or dtype != "float32":
         # The solver's residual is that of mixtures under soft training, and ignores the rounding of narrow storage.
         return recovery, relative_errors(targets, recovery)
-    return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy) in found.items() for name in unit}
+    return recovery, {name: (r / energy) ** 0.5 for unit, (r, energy, *_) in found.items() for name in unit}
+
+
+def state_distance(context: BuildContext, what: str, found: Iterable[Sequence[float]]) -> None:
+    """Say how far an error may be from the least possible; the last two numbers of every row are a loss and a lower
+    bound on it."""
+    rows = list(found)
+    loss, least = sum(row[-2] for row in rows), sum(row[-1] for row in rows)
+    if context.progress and context.is_main_process and least > 0:
+        ratio = math.ceil(loss / least * 1e4) / 1e4
+        remark(f"{what} miss at most {ratio:.4f} times the least possible energy.", in_logs=True)
 
 
 def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: str) -> list[float]:
@@ -107,7 +121,7 @@ def _write_whole(targets: Targets, name: str, recovery: RecoveryModule, dtype: s
         difference = targets.difference(task, name)
         recovery.write_whole(name, task, difference, dtype)
         energy += difference.double().square().sum().item()
-    return [0.0, energy]
+    return [0.0, energy, 0.0, 0.0]
 
 
 def _narrow_basis(
@@ -216,10 +230,13 @@ def group_layouts(layouts: Mapping[str, Layout], share_layers: bool) -> dict[tup
 
 def _cost(layout: Layout, num_tasks: int) -> float:
     """Return the approximate cost of a solve in float64 multiplications: half a Gram matrix, float32 factors,
-    eigenvectors."""
+    eigenvectors; or float32 products with blocks of vectors."""
     if layout.kind != MATRIX:
         return num_tasks * math.prod(layout.shape)
     rows, columns = (layout.columns, layout.rows) if layout.order == SHARED_FIRST else (layout.rows, layout.columns)
+    if krylov.pays(num_tasks * rows, columns, layout.rank):
+        products = krylov.FIRST_BLOCKS * (layout.rank + krylov.OVERSAMPLING)
+        return layout.batch * num_tasks * rows * columns * 1.0 * products
     side = min(columns, num_tasks * rows)
     return layout.batch * (num_tasks * rows * columns * (side + layout.rank) / 2 + side**2 * (2.0 * side + layout.rank))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count as counting
 from math import prod
 from typing import TypedDict
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from ..checkpoints.sources import TensorInfo
 from ..config import RetexConfig
+from . import krylov
 from .allocation import OWN, SHARED, WHOLE, Choice, Directions, Kept, Ways, allocate_bytes
-from .closed_form import gram, right_vectors
+from .closed_form import factor, gram, right_vectors
 from .codes import SCALE_BITS, codebook, encode
 from .components import (
     COMPONENTS,
@@ -26,6 +28,8 @@ from .components import (
     runs_of,
 )
 from .module import TASK_EMBEDDING, RecoveryModule
+from .solver import state_distance
+from .spectra import byte_price, first_count, needs_more
 from .targets import Targets, squared_norm
 from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
@@ -39,11 +43,13 @@ Sides = tuple[int, int, int]
 
 class Measured(TypedDict):
     """Weighted energies of one parameter: of every task's difference (T), of the directions of each task's own
-    difference (T, n), and of directions that all share, for every task (n, T)."""
+    difference (T, n), and of directions that all share, for every task (n, T); what the shared ones miss, and the least
+    that as many could."""
 
     whole: list[float]
     own: list[list[float]]
     shared: list[list[float]]
+    missed: list[float]
 
 
 def solve_storage(
@@ -54,12 +60,8 @@ def solve_storage(
     sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
     numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
     weights = task_weights({name: targets.energies[name] for name in targets.names}, config.weighting)
-    measured = run_dealt(
-        context, numbers, lambda name: measure(targets.differences(name), sides[name], weights[name]), "Reading spectra"
-    )
-    ways = {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}
     embedding = targets.num_tasks**2 * 4
-    kept, layouts = fitting(ways, shapes, sides, budget - embedding)
+    kept, layouts = _allocated(targets, shapes, sides, weights, budget - embedding, context)
     wanted = {
         f"{name}.{part}": TensorInfo(*info) for name, layout in layouts.items() for part, info in layout.stored.items()
     }
@@ -85,6 +87,68 @@ def solve_storage(
     costs = {name: numbers[name] for name in layouts}
     found = run_dealt(context, costs, work, "Solving", lambda name: list(generators[name].parameters()))
     return recovery, {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
+
+
+def _allocated(
+    targets: Targets,
+    shapes: Mapping[str, tuple[int, ...]],
+    sides: Mapping[str, Sides | None],
+    weights: Mapping[str, Sequence[float]],
+    budget: float,
+    context: BuildContext,
+) -> tuple[dict[str, Kept], dict[str, ComponentLayout]]:
+    """Return what to keep of every parameter and how it is stored, from as much of every spectrum as that takes."""
+    tasks = targets.num_tasks
+    numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
+    total = sum(numbers.values())
+    counts = {
+        name: 0 if found is None else first_count(found[0] * found[1], found[2], tasks, budget * numbers[name] / total)
+        for name, found in sides.items()
+    }
+
+    def work(name: str) -> Measured:
+        return measure(targets.differences(name), sides[name], weights[name], counts[name], unread[name])
+
+    measured: dict[str, Measured] = {}
+    unread: dict[str, list[str]] = {name: [OWN, SHARED] for name in shapes}
+    for number in counting(1):
+        title = "Reading spectra" if number == 1 else f"Reading spectra, pass {number}"
+        read = run_dealt(context, {name: numbers[name] for name in unread}, work, title)
+        measured |= {name: _joined(measured.get(name), found, unread[name]) for name, found in read.items()}
+        ways = {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}
+        kept, layouts = fitting(ways, shapes, sides, budget)
+        price = byte_price(kept.values())
+        found = {name: [] if price is None else _unread(ways[name], sides[name], tasks, price) for name in shapes}
+        unread = {name: parts for name, parts in found.items() if parts}
+        if not unread:
+            break
+        counts.update({name: 2 * counts[name] for name in unread})
+    state_distance(context, "The directions", [found["missed"] for found in measured.values()])
+    return kept, layouts
+
+
+def _joined(before: Measured | None, found: Measured, parts: Sequence[str]) -> Measured:
+    """Return a measurement, with some of its parts read again."""
+    if before is None:
+        return found
+    own = found["own"] if OWN in parts else before["own"]
+    if SHARED not in parts:
+        return {**before, "own": own}
+    return {**found, "own": own}
+
+
+def _unread(ways: Ways, sides: Sides | None, tasks: int, price: float) -> list[str]:
+    """Return the ways of a parameter that have directions which were not read and may be worth a price."""
+    if sides is None:
+        return []
+    available = {OWN: _most_directions(sides, 1), SHARED: _most_directions(sides, tasks)}
+    return [way for way, most in available.items() if way in ways and needs_more(ways[way], most, price)]
+
+
+def _most_directions(sides: Sides, tasks: int) -> int:
+    """Return how many directions so many tasks' differences have."""
+    batch, rows, columns = sides
+    return min(columns, batch * rows * tasks, LARGEST_INDEX)
 
 
 def fitting(
@@ -118,20 +182,46 @@ def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
     return None if len(axes) < 2 else (prod(axes[:-2]), axes[-2], axes[-1])
 
 
-def measure(differences: list[Tensor], sides: Sides | None, weights: Sequence[float]) -> Measured:
-    """Return the weighted energies of a parameter's directions: of each task's own, and of all tasks' together."""
+def measure(
+    differences: list[Tensor],
+    sides: Sides | None,
+    weights: Sequence[float],
+    count: int | None = None,
+    parts: Sequence[str] = (OWN, SHARED),
+) -> Measured:
+    """Return the weighted energies of a parameter's directions: of each task's own, of all tasks' together, or of both.
+
+    At least the first `count` are measured; all by default.
+    """
     whole = [squared_norm(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
+    measured: Measured = {"whole": whole, "own": [], "shared": [], "missed": [0.0, 0.0]}
     if sides is None:
-        return {"whole": whole, "own": [], "shared": []}
+        return measured
     matrices = _matrices(differences, sides)
-    spectra = [torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0) for matrix in matrices]
-    own = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
-    if len(matrices) == 1:
-        return {"whole": whole, "own": own, "shared": []}
-    rows = _shared_rows(matrices, weights, min(sides[2], sides[0] * sides[1] * len(matrices), LARGEST_INDEX))
-    shared = [(matrix @ rows.T.to(matrix.dtype)).double().square().sum(0) for matrix in matrices]
-    weighted = [energies * weight for energies, weight in zip(shared, weights, strict=True)]
-    return {"whole": whole, "own": own, "shared": torch.stack(weighted, 1).tolist()}
+    if OWN in parts:
+        spectra = [_spectrum(matrix, count) for matrix in matrices]
+        measured["own"] = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
+    if SHARED in parts and len(matrices) > 1:
+        most = _most_directions(sides, len(matrices))
+        rank = most if count is None else min(count, most)
+        if not _is_read_from_products(matrices, rank):
+            rank = max(rank, most // 4)  # an eigenvector more costs little beside the Gram matrix
+        factors, _, *measured["missed"] = factor(_weighted(matrices, weights), rank)
+        measured["shared"] = torch.stack([part.double().square().sum(0) for part in factors], 1).tolist()
+    return measured
+
+
+def _spectrum(matrix: Tensor, count: int | None) -> Tensor:
+    """Return the energies of at least the first `count` directions of a matrix; all by default."""
+    if count is not None and _is_read_from_products([matrix], count):
+        (left,), *_ = factor([matrix], count)
+        return left.double().square().sum(0)
+    return torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0)
+
+
+def _is_read_from_products(matrices: list[Tensor], count: int) -> bool:
+    rows, columns = matrices[0].shape
+    return krylov.pays(len(matrices) * rows, columns, count)
 
 
 def ways_of(measured: Measured, shape: tuple[int, ...], sides: Sides | None) -> dict[str, list[Directions]]:
@@ -177,13 +267,14 @@ def encode_differences(
     tasks = range(len(matrices))
     if layout.owned:
         chosen = [_own_order(choice) for choice in kept.choices]
-        found = [_chosen_rows([matrix], [1.0], own) for matrix, own in zip(matrices, chosen, strict=True)]
+        read = [len(choice.right) for choice in kept.choices]
+        found = [_chosen_rows([m], [1.0], own, n) for m, own, n in zip(matrices, chosen, read, strict=True)]
         directions = torch.cat(found)
         used = [torch.tensor(layout.used_rows(task), dtype=torch.int64) for task in tasks]
     else:
         (choice,) = kept.choices
         order = _order(choice.right)
-        directions = _chosen_rows(matrices, weights, order)
+        directions = _chosen_rows(matrices, weights, order, len(choice.right))
         place = {i: row for row, i in enumerate(order)}
         used = [torch.tensor([place[i] for i in _order(choice.left[:, task])], dtype=torch.int64) for task in tasks]
     codes, rounded = _round_rows(directions, layout.right)
@@ -202,17 +293,17 @@ def _matrices(differences: list[Tensor], sides: Sides) -> list[Tensor]:
     return [difference.reshape(sides[0] * sides[1], sides[2]) for difference in differences]
 
 
-def _shared_rows(matrices: list[Tensor], weights: Sequence[float], count: int) -> Tensor:
-    """Return the first right singular vectors of stacked and weighted matrices as rows."""
-    weighted = [matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)]
-    return right_vectors(weighted, count)
+def _weighted(matrices: list[Tensor], weights: Sequence[float]) -> list[Tensor]:
+    return [matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)]
 
 
-def _chosen_rows(matrices: list[Tensor], weights: Sequence[float], chosen: Sequence[int]) -> Tensor:
-    """Return some of the right singular vectors of stacked and weighted matrices as rows."""
+def _chosen_rows(matrices: list[Tensor], weights: Sequence[float], chosen: Sequence[int], read: int) -> Tensor:
+    """Return some of the right singular vectors of stacked and weighted matrices as rows; `read` were measured."""
     if not chosen:
         return matrices[0].new_zeros(0, matrices[0].shape[1]).double()
-    return _shared_rows(matrices, weights, max(chosen) + 1)[list(chosen)]
+    # A Krylov space for as many directions is the same again, and so are they.
+    rank = read if _is_read_from_products(matrices, read) else max(chosen) + 1
+    return right_vectors(_weighted(matrices, weights), rank)[list(chosen)]
 
 
 def _order(bits: Tensor) -> list[int]:
