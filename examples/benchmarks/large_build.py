@@ -5,7 +5,7 @@
 
 Experts are random, with differences of decaying spectrum (`shapes.py`), merged by average. Every line is a process of
 its own. `krylov` is what a build does; `exact` decomposes a Gram matrix of every parameter, and reads whole spectra for
-a budget of bytes. The last column is what the build itself states: its squared error relative to the least possible.
+a budget of bytes. The last column is what the build itself states of its distance from the least possible error.
 Memory is the peak of the process without mapped files, of which the imports are a part.
 """
 

@@ -96,7 +96,8 @@ def solve_all(
         return [solution.residual, solution.energy, solution.loss, solution.least]
 
     found = run_dealt(context, costs, work, "Solving", recovery.tensors_of)
-    if basis is None and not affine:  # those alternate, which need not lead to the least possible
+    alternating = basis is not None or affine  # need not lead to the least possible
+    if not alternating and any(_is_by_products(layout, tasks) for layout in units.values()):
         state_distance(context, "The factors", found.values())
     if moments is not None or dtype != "float32":
         # The solver's residual is that of mixtures under soft training, and ignores the rounding of narrow storage.
@@ -105,8 +106,10 @@ def solve_all(
 
 
 def state_distance(context: BuildContext, what: str, found: Iterable[Sequence[float]]) -> None:
-    """Say how far an error may be from the least possible; the last two numbers of every row are a loss and a lower
-    bound on it."""
+    """Say how far an error may be from the least possible, where it was not computed by exact decompositions alone.
+
+    The last two numbers of every row are a loss and a lower bound on it.
+    """
     rows = list(found)
     loss, least = sum(row[-2] for row in rows), sum(row[-1] for row in rows)
     if context.progress and context.is_main_process and least > 0:
@@ -228,13 +231,19 @@ def group_layouts(layouts: Mapping[str, Layout], share_layers: bool) -> dict[tup
     return {tuple(names): layout for layout, names in groups.items()}
 
 
+def _is_by_products(layout: Layout, num_tasks: int) -> bool:
+    """Return whether a parameter is solved by products with blocks of vectors, if they can be certified."""
+    rows, columns = (layout.columns, layout.rows) if layout.order == SHARED_FIRST else (layout.rows, layout.columns)
+    return layout.kind == MATRIX and krylov.pays(num_tasks * rows, columns, layout.rank)
+
+
 def _cost(layout: Layout, num_tasks: int) -> float:
     """Return the approximate cost of a solve in float64 multiplications: half a Gram matrix, float32 factors,
     eigenvectors; or float32 products with blocks of vectors."""
     if layout.kind != MATRIX:
         return num_tasks * math.prod(layout.shape)
     rows, columns = (layout.columns, layout.rows) if layout.order == SHARED_FIRST else (layout.rows, layout.columns)
-    if krylov.pays(num_tasks * rows, columns, layout.rank):
+    if _is_by_products(layout, num_tasks):
         products = krylov.FIRST_BLOCKS * (layout.rank + krylov.OVERSAMPLING)
         return layout.batch * num_tasks * rows * columns * 1.0 * products
     side = min(columns, num_tasks * rows)

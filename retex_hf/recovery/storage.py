@@ -123,7 +123,9 @@ def _allocated(
         if not unread:
             break
         counts.update({name: 2 * counts[name] for name in unread})
-    state_distance(context, "The directions", [found["missed"] for found in measured.values()])
+    stacks = [(found[0] * found[1] * tasks, found[2], counts[name]) for name, found in sides.items() if found]
+    if any(krylov.pays(*stack) for stack in stacks):
+        state_distance(context, "The directions", [found["missed"] for found in measured.values()])
     return kept, layouts
 
 
