@@ -29,7 +29,7 @@ from .components import (
 )
 from .module import TASK_EMBEDDING, RecoveryModule
 from .solver import state_distance
-from .spectra import byte_price, first_count, needs_more
+from .spectra import FEWEST, byte_price, first_count, needs_more
 from .targets import Targets, squared_norm
 from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
@@ -123,8 +123,8 @@ def _allocated(
         if not unread:
             break
         counts.update({name: 2 * counts[name] for name in unread})
-    stacks = [(found[0] * found[1] * tasks, found[2], counts[name]) for name, found in sides.items() if found]
-    if any(krylov.pays(*stack) for stack in stacks):
+    stacks = [(batch * rows * tasks, columns) for batch, rows, columns in filter(None, sides.values())]
+    if any(krylov.pays(rows, columns, FEWEST) for rows, columns in stacks):
         state_distance(context, "The directions", [found["missed"] for found in measured.values()])
     return kept, layouts
 
