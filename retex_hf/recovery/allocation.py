@@ -216,7 +216,11 @@ def _at_budget(parameters: Mapping[str, Ways], budget: float) -> dict[str, Kept]
     low, high = 1e-30, max(all_ways.energy, 1e-30) * 8  # no byte recovers more than all
     for _ in range(STEPS):
         price = sqrt(low * high)
-        low, high = (low, price) if all_ways.bytes_at(price) <= budget else (price, high)
+        if all_ways.bytes_at(price) <= budget:
+            high = price
+        else:
+            low = price
+            all_ways.leave_out_worthless()  # at a higher price they are worth nothing either
         if high / low < 1 + PRECISION:
             break
     while True:
@@ -240,15 +244,24 @@ class _AllWays:
                 places.setdefault(part.shape, []).append(torch.full((len(part.energies),), place))
         self.groups = {shape: (torch.cat(energies[shape]), torch.cat(places[shape])) for shape in energies}
         self.energy = max((float(found.sum()) for found, _ in self.groups.values()), default=0.0)
+        self._worthy: dict[Shape, Tensor] = {}
 
     def bytes_at(self, price: float) -> float:
         """Return the bytes of the best choice at a price."""
         worth, size = torch.zeros(2, sum(self.counts), dtype=torch.float64)
         for shape, (energies, places) in self.groups.items():
             *_, own_worth, own_size = _best(energies, shape, price)
+            self._worthy[shape] = own_worth > 0
             worth.index_add_(0, places, own_worth)
             size.index_add_(0, places, own_size)
         total = 0.0
         for worths, sizes in zip(worth.split(self.counts), size.split(self.counts), strict=True):
             total += sizes[worths.argmax()].item() if len(worths) else 0.0
         return total
+
+    def leave_out_worthless(self) -> None:
+        """Drop the directions that were worth nothing at the last price."""
+        self.groups = {
+            shape: (energies[self._worthy[shape]], places[self._worthy[shape]])
+            for shape, (energies, places) in self.groups.items()
+        }
