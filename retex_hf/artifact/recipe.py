@@ -213,9 +213,13 @@ def _check_threads(threads: Any) -> None:
 
 def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
     """Return the user-settable fields of a configuration that differ from their defaults."""
-    default = type(config)()
-    names = [field.name for field in dataclasses.fields(config) if field.name not in FILLED_ON_BUILD]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+    found = {}
+    for field in dataclasses.fields(config):
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default
+        if field.name not in FILLED_ON_BUILD and getattr(config, field.name) != default:
+            found[field.name] = getattr(config, field.name)
+    return found
 
 
 def field_names(cls: type, ordered: bool = False) -> Any:

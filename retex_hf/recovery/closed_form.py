@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import krylov
 from .design import Design
-from .eigen import TOLERANCE, top_eigenpairs
+from .eigen import TOLERANCE, eigenvalues, top_eigenpairs
 from .layout import MATRIX, SHARED_FIRST, Layout
 from .targets import squared_norm
 
@@ -216,7 +216,7 @@ def spectrum(differences: list[Tensor], layout: Layout, design: Design | None = 
     total = torch.zeros((), dtype=torch.float64, device=targets[0].device)
     for index in range(layout.batch):
         matrices = [_ordered(stack[index], layout) for stack in stacks]
-        total = total + torch.linalg.eigvalsh(gram(matrices)).flip(0).clamp(min=0)
+        total = total + eigenvalues(gram(matrices))
     return total
 
 

@@ -9,6 +9,8 @@ worse than that by more than `TOLERANCE`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,45 @@ def top_eigenpairs(matrix: Tensor, rank: int, kept: int | None = None) -> tuple[
         found = _in_float32(matrix, rank, kept)
         if found is not None:
             return found
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = _eigh(matrix)
     values = values.flip(0).clamp(min=0)
     return values[:rank], vectors.flip(1)[:, :rank], values[kept:].sum().item()
+
+
+def eigenvalues(matrix: Tensor) -> Tensor:
+    """Return all eigenvalues of a positive semi-definite matrix, descending.
+
+    >>> import torch
+    >>> eigenvalues(torch.diag(torch.tensor([1.0, 3.0, 2.0])))
+    tensor([3., 2., 1.])
+    """
+    scale = _scale(matrix)
+    try:
+        values = torch.linalg.eigvalsh(matrix / scale).flip(0)
+    except torch.linalg.LinAlgError:
+        values = torch.linalg.svdvals(matrix / scale)
+    return values.clamp(min=0) * scale
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues (ascending) and eigenvectors of a positive semi-definite matrix."""
+    scale = _scale(matrix)
+    try:
+        values, vectors = torch.linalg.eigh(matrix / scale)
+    except torch.linalg.LinAlgError:
+        vectors, values, _ = torch.linalg.svd(matrix / scale)
+        values, vectors = values.flip(0), vectors.flip(1)
+    return values * scale, vectors
+
+
+def _scale(matrix: Tensor) -> float:
+    """Return a power of two of the size of a matrix; dividing by it rounds nothing.
+
+    LAPACK may fail to converge where almost all entries are zero and the others small. Where it fails all the same, the
+    singular value decomposition is taken.
+    """
+    largest = matrix.diagonal().amax().item() if len(matrix) else 0.0
+    return 2.0 ** math.floor(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
 def _in_float32(matrix: Tensor, rank: int, kept: int) -> tuple[Tensor, Tensor, float] | None:
@@ -39,7 +77,7 @@ def _in_float32(matrix: Tensor, rank: int, kept: int) -> tuple[Tensor, Tensor, f
     scale = matrix.diagonal().max()  # normalise: float32 has a narrow range, and squares of differences a wide one
     if not scale > 0:
         return None
-    estimates, vectors = torch.linalg.eigh((matrix / scale).float())
+    estimates, vectors = _eigh((matrix / scale).float())
     estimates = estimates.flip(0).double() * scale
     values, vectors = _rayleigh_ritz(matrix, vectors.flip(1)[:, :rank].double())
     total = matrix.diagonal().sum()

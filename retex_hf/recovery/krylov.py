@@ -153,6 +153,8 @@ class _Search:
             if len(self.blocks) < FIRST_BLOCKS:
                 continue
             ritz = _Ritz.of(self.blocks, self.images, self.kept, self.stack)
+            if ritz is None:
+                return None
             self.rounding_shows = ritz.slack > self.tolerance / 4 * ritz.discarded
             if self.rounding_shows and self.stack.dtype != torch.float64:
                 return None
@@ -225,11 +227,15 @@ class _Ritz:
     shift: float
 
     @classmethod
-    def of(cls, blocks: list[Tensor], images: list[Tensor], kept: int, stack: _Stack) -> _Ritz:
-        """Compute the Ritz values of a space and its coupling to the rest."""
+    def of(cls, blocks: list[Tensor], images: list[Tensor], kept: int, stack: _Stack) -> _Ritz | None:
+        """Compute the Ritz values of a space and its coupling to the rest; None if its blocks are not independent, as
+        in a stack of very low rank."""
         basis, image = torch.cat(blocks, 1).double(), torch.cat(images, 1).double()
         # The blocks are orthonormal to the precision of their dtype; go on to that of float64.
-        triangle = torch.linalg.cholesky(basis.T @ basis).T
+        lower, failed = torch.linalg.cholesky_ex(basis.T @ basis)
+        if failed:
+            return None
+        triangle = lower.T
         basis = torch.linalg.solve_triangular(triangle, basis, upper=True, left=False)
         image = torch.linalg.solve_triangular(triangle, image, upper=True, left=False)
         inner = basis.T @ image

@@ -27,6 +27,7 @@ from .components import (
     encode_components,
     runs_of,
 )
+from .eigen import eigenvalues
 from .module import TASK_EMBEDDING, RecoveryModule
 from .solver import state_distance
 from .spectra import FEWEST, byte_price, first_count, needs_more
@@ -218,7 +219,7 @@ def _spectrum(matrix: Tensor, count: int | None) -> Tensor:
     if count is not None and _is_read_from_products([matrix], count):
         (left,), *_ = factor([matrix], count)
         return left.double().square().sum(0)
-    return torch.linalg.eigvalsh(gram([matrix])).flip(0).clamp(min=0)
+    return eigenvalues(gram([matrix]))
 
 
 def _is_read_from_products(matrices: list[Tensor], count: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..recovery import Generator, RecoveryModule
+from ..recovery.eigen import eigenvalues
 from .analysis import average_ratios
 
 # Evenly spaced over the model: more layers take longer and hardly change the mean.
@@ -51,7 +52,7 @@ def _direction_energies(generator: Generator, embedding: Tensor) -> Tensor:
 def _squared_singular_values(matrix: Tensor) -> Tensor:
     matrix = matrix.double().cpu()
     gram = matrix.T @ matrix if matrix.shape[1] <= matrix.shape[0] else matrix @ matrix.T
-    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)
+    return eigenvalues(gram)
 
 
 def _is_square(shape: Sequence[int]) -> bool:

@@ -295,13 +295,13 @@ def test_storage_curves():
     (axes,) = figure.axes
     assert lines(axes) == {
         "one rank everywhere": ([0.05, 0.2], [0.8, 0.5]),
-        "rank by budget": ([0.05, 0.19], [0.7, 0.4]),
+        "a budget of bytes": ([0.05, 0.19], [0.7, 0.4]),
     }
     assert [(text.get_text(), text.xy) for text in axes.texts] == [("r=2", (0.05, 0.8)), ("r=8", (0.2, 0.5))]
     assert axes.get_xscale() == "log"
     assert axes.xaxis.get_major_formatter()(0.05, 0) == "5 %"
     assert axes.xaxis.get_major_formatter()(0.002, 0) == "0.2 %"
-    assert legend_texts(figure) == ["one rank everywhere", "rank by budget"]
+    assert legend_texts(figure) == ["one rank everywhere", "a budget of bytes"]
 
 
 def test_storage_needs_points():

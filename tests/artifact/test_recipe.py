@@ -42,7 +42,8 @@ def test_a_build_of_folders_writes_down_its_recipe(folders):
     assert recipe["base"] == str(folders / "base")
     assert recipe["experts"] == {task: str(path) for task, path in experts.items()}
     assert recipe["config"] == {
-        "rank": 3, "merge": {"method": "task_arithmetic", "scale": 0.1}, "exclude": ["*embeddings*"],
+        "rank": 3, "weighting": "tasks", "merge": {"method": "task_arithmetic", "scale": 0.1},
+        "exclude": ["*embeddings*"],
     }  # fmt: skip
     assert recipe["threads"] == torch.get_num_threads()
     # As YAML and back, the build is the same to the last bit.

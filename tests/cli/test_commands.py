@@ -58,7 +58,7 @@ def test_flags_reach_the_build(built):
     assert model.tasks == ["low", "high"]
     assert (model.retex_config.rank, model.retex_config.num_reference) == (4, 32)
     assert model.signatures is not None
-    assert model.recipe["config"] == {"rank": 4, "num_reference": 32}
+    assert model.recipe["config"] == {"rank": 4, "weighting": "tasks", "num_reference": 32}
 
 
 def test_the_stored_recipe_gives_the_same_files(built, tmp_path, capsys):

@@ -93,7 +93,7 @@ def test_full_rank_gives_back_every_expert(bert, name):
 @pytest.mark.parametrize("name", MERGES)
 def test_the_loss_at_a_rank_is_the_discarded_energy(bert, name):
     rank = 3
-    model = make(bert, MERGES[name], calibration=name in LEARNED, config={"rank": rank})
+    model = make(bert, MERGES[name], calibration=name in LEARNED, config={"rank": rank, "weighting": "plain"})
     merged, experts = merged_tensors(model), {task: expert.state_dict() for task, expert in bert[1].items()}
     recovered = {task: model.recover(task) for task in TASKS}
     checked = 0

@@ -52,7 +52,7 @@ def test_a_rank_that_covers_the_differences_gives_back_every_expert(family):
 def test_loss_is_the_discarded_energy(family):
     base = family.make().eval()
     experts = make_experts(base)
-    model = build(family, base, experts, rank=3)
+    model = build(family, base, experts, rank=3, weighting="plain")
     recovered = {task: model.recover(task) for task in TASKS}
     targets = {task: expert.state_dict() for task, expert in experts.items()}
     merged = model.get_base_model().state_dict()

@@ -222,7 +222,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence():
     with pytest.raises(ConfigError, match="signatures must be one of"):
         RetexConfig(signatures="tea leaves")
     with pytest.raises(ConfigError, match=r'recovery="affine" and signatures="weights" exclude each other'):
-        RetexConfig(signatures="weights", recovery="affine")
+        RetexConfig(rank=4, signatures="weights", recovery="affine")
     model = build("bert", exclude=["encoder", "pooler"])
     with pytest.raises(ConfigError, match=r'needs a recovered linear or convolution layer.*use signatures="inputs"'):
         model.identify(**tokens(2))

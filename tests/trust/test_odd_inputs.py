@@ -11,9 +11,10 @@ from trust import odd_inputs
 from trust.oddities import Case, Subject, Wrong
 
 from retex_hf.recovery import RecoveryModule, plan_layout, solve
-from retex_hf.recovery.budget import Spectrum, allocate
-from retex_hf.recovery.closed_form import solve_affine, spectrum
+from retex_hf.recovery.allocation import allocate_bytes
+from retex_hf.recovery.closed_form import solve_affine
 from retex_hf.recovery.quantize import decode, encode
+from retex_hf.recovery.storage import measure, ways_of
 
 
 @pytest.mark.parametrize(("case", "family"), odd_inputs.one_family_each(odd_inputs.CASES), ids=lambda one: str(
@@ -90,13 +91,24 @@ def test_differences_of_zero_and_of_low_rank_have_no_error(rows, columns, tasks)
 
 
 def test_a_budget_spends_nothing_on_what_has_no_energy():
-    spectra = {}
-    for name, scale in (("zero", 0.0), ("tiny", 1e-30), ("large", 1e10)):
-        layout = plan_layout((12, 10), 1, 3)
-        spectra[name] = Spectrum(layout, spectrum([scale * torch.randn(12, 10) for _ in range(3)], layout))
-    assert set(allocate(spectra, 3, 10_000)) == {"tiny", "large"}
-    assert set(allocate(spectra, 3, 100)) == {"large"}
-    assert allocate({"zero": spectra["zero"]}, 3, 10_000) == {}
+    ways, sides = {}, (1, 12, 10)
+    for name, scale in (("zero", 0.0), ("tiny", 1e-15), ("large", 1e10)):
+        differences = [scale * torch.randn(12, 10) for _ in range(3)]
+        ways[name] = ways_of(measure(differences, sides, [1.0] * 3), (12, 10), sides)
+    assert {name for name, kept in allocate_bytes(ways, 10_000).items() if kept.bytes} == {"tiny", "large"}
+    assert {name for name, kept in allocate_bytes(ways, 100).items() if kept.bytes} == {"large"}
+    assert allocate_bytes({"zero": ways["zero"]}, 10_000)["zero"].bytes == 0
+
+
+@pytest.mark.parametrize("scale", [1e-12, 2e-5, 1.0, 1e12])
+def test_differences_of_one_number_are_solved(scale):
+    differences = [torch.zeros(32, 128) for _ in range(3)]
+    for difference, factor in zip(differences, (1.0, -1.4, -1.4), strict=True):
+        difference[14, 7] = factor * scale
+    offsets, error = recovered(differences, 2)
+    assert error < 1e-6
+    for offset, difference in zip(offsets, differences, strict=True):
+        torch.testing.assert_close(offset, difference, rtol=1e-5, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])

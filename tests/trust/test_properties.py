@@ -41,9 +41,8 @@ def configs(draw: st.DrawFn) -> dict:
     """Allowed values of fields that do not depend on one another."""
     return draw(
         st.fixed_dictionaries(
-            {},
+            {"rank": counts | st.just("full")},
             optional={
-                "rank": counts | st.just("full"),
                 "task_embedding_dim": st.none() | st.integers(1, 65_536),
                 "recovery_dtype": st.sampled_from(RECOVERY_DTYPES),
                 "factor_order": st.sampled_from(FACTOR_ORDERS),
