@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -36,6 +36,7 @@ RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("inputs", "weights")
 WEIGHTINGS = ("tasks", "plain")
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+NUMBER = re.compile(r"\s*\d*\.?\d+(?:[eE][+-]?\d+)?\s*")
 # Fields that say how offsets of a given rank are made.
 OF_RANKS = (
     "inner_rank", "task_embedding_dim", "recovery", "recovery_dtype", "factor_order", "share_layers", "soft_training",
@@ -86,14 +87,17 @@ class RetexConfig:
     """Configuration of a [`RetexModel`].
 
     Args:
-        storage: Budget in bytes: a share of the experts' bytes (`0.01`, `"1%"`), or a size (`"50MB"`). It is spent
-            where it lowers the error most: on directions that a task has to itself or that tasks share, on tensors as
-            they are, at 2 to 16 bits per number. Default: `"2%"`, unless `rank` is given.
+        storage: Budget in bytes: a share of the experts' bytes (`0.01`, `"1%"`; every expert counts as large as the
+            merged model, without heads), or a size (`"50MB"`). It is spent where it lowers the error most: on
+            directions that a task has to itself or that tasks share, on tensors as they are, at 2 to 16 bits per
+            number. The task embedding (4 bytes for every pair of tasks) is part of it, and is stored even where the
+            budget is smaller. Default: `"2%"`, unless `rank` is given.
         rank: The same rank for the recovered difference of each weight matrix, as in the paper, used instead of
             `storage`; or `"full"` to store every difference exactly. A matrix whose smaller side does not exceed `rank`
             gets half that side instead.
         weighting: How the exact solver adds up errors. `"tasks"` counts every task's error relative to the size of its
-            own update (and, half as strongly, every layer's), `"plain"` adds up the squares, as the paper does.
+            own difference from the merged model (and, half as strongly, every layer's), `"plain"` adds up the squares,
+            as the paper does.
             Default, filled in on build: `"tasks"`; `"plain"` where it is the only one there is (`task_embedding_dim`,
             `recovery="affine"`, `share_layers`, `soft_training`, and `solver="adam"`).
         inner_rank: ReTeX-E: the generated factor is itself a product of this rank. It spans the same space as
@@ -360,6 +364,8 @@ def _is_trunk(value: Any) -> bool:
 
 
 def _is_storage(value: Any) -> bool:
+    if isinstance(value, str) and NUMBER.fullmatch(value):  # as command lines give it; a size must have a unit
+        value = float(value)
     if not isinstance(value, str):
         return _is_number(value) and 0 < value <= 1
     share = PERCENT.fullmatch(value)
@@ -371,6 +377,21 @@ def _is_storage(value: Any) -> bool:
         return False
 
 
+def overridden(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a configuration, overridden by others; a rank and a budget of storage replace each other.
+
+    >>> from retex_hf.config import overridden
+    >>> overridden({"rank": 8, "recovery_dtype": "int8", "merge": "ties"}, {"storage": "1%"})
+    {'merge': 'ties', 'storage': '1%'}
+    """
+    replaced: tuple[str, ...] = ()
+    if options.get("storage") is not None:
+        replaced = ("rank", *OF_RANKS)
+    elif options.get("rank") is not None:
+        replaced = ("storage",)
+    return {**{name: value for name, value in given.items() if name not in replaced}, **options}
+
+
 def storage_bytes(storage: float | str, experts: int) -> float:
     """Return `RetexConfig.storage` in bytes, for experts of as many bytes together.
 
@@ -378,8 +399,8 @@ def storage_bytes(storage: float | str, experts: int) -> float:
     >>> storage_bytes(0.01, 2000), storage_bytes("0.5%", 2000), storage_bytes("3KB", 2000)
     (20.0, 10.0, 3000)
     """
-    if not isinstance(storage, str):
-        return storage * experts
+    if not isinstance(storage, str) or NUMBER.fullmatch(storage):
+        return float(storage) * experts
     share = PERCENT.fullmatch(storage)
     return parse_size(storage, "storage") if share is None else float(share[1]) / 100 * experts
 

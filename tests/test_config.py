@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from retex_hf import ConfigError, RetexConfig, RetexError
-from retex_hf.config import DEFAULT_STORAGE, OF_RANKS, matches
+from retex_hf.config import DEFAULT_STORAGE, OF_RANKS, matches, overridden, storage_bytes
 
 NAN, INF = float("nan"), float("inf")
 
 ALLOWED = {
     "rank": [None, 1, 256, "full"],
     "inner_rank": [None, 1, 64],
-    "storage": ["2%", 0.01, 1, "1%", "0.25 %", "50MB", "3GiB"],
+    "storage": ["2%", 0.01, 1, "1%", "0.25 %", "50MB", "3GiB", "0.5", "1e-2"],
     "weighting": [None, "tasks", "plain"],
     "recovery": ["offset", "affine"],
     "recovery_dtype": ["float32", "bfloat16", "float16", "int8"],
@@ -49,7 +49,7 @@ ALLOWED = {
 REFUSED = {
     "rank": [0, -1, 1.0, True, "all", [4]],
     "inner_rank": [0, 2.0, True, "4"],
-    "storage": [0, 1.5, -0.1, NAN, INF, True, "", "all", "0%", "101%", "0MB", "5mb", []],
+    "storage": [0, 1.5, -0.1, NAN, INF, True, "", "all", "0%", "101%", "0MB", "5mb", "50", "1.5", "0", []],
     "weighting": ["task", "", 1],
     "recovery": ["scale", None],
     "recovery_dtype": ["int4", "fp16", "torch.float16", None, 8],
@@ -151,6 +151,23 @@ def test_the_default_is_a_share_of_storage_and_the_paper_has_one_rank():
 )
 def test_the_weighting_is_that_of_the_solver_where_none_is_given(options, solver, weighting):
     assert RetexConfig(**options).with_weighting(solver).weighting == weighting
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "expected"),
+    [
+        ({"storage": "1%"}, {"rank": 4}, {"rank": 4}),
+        ({"rank": 8, "inner_rank": 2}, {"storage": "1%"}, {"storage": "1%"}),
+        ({"rank": 8, "merge": "ties"}, {"rank": 4}, {"rank": 4, "merge": "ties"}),
+        ({"storage": "1%"}, {"merge": "ties"}, {"storage": "1%", "merge": "ties"}),
+    ],
+)
+def test_a_rank_and_a_budget_replace_each_other(given, options, expected):
+    assert overridden(given, options) == expected
+
+
+def test_a_share_may_be_text():
+    assert storage_bytes("0.5", 2000) == storage_bytes("50%", 2000) == storage_bytes(0.5, 2000) == 1000
 
 
 def test_training_has_no_weighted_tasks():

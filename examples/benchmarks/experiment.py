@@ -36,7 +36,7 @@ from retex_hf.artifact.plots import COLOURS, DPI, LINES, MARKERS
 from retex_hf.baselines import BASELINES
 from retex_hf.baselines import make as make_baseline
 from retex_hf.baselines.retex import Retex
-from retex_hf.config import OF_RANKS
+from retex_hf.config import overridden
 from retex_hf.errors import ConfigError, RetexError
 from retex_hf.evaluation import Material, Method, TaskData
 from retex_hf.evaluation.run import Evaluation, evaluate
@@ -132,9 +132,7 @@ class Study:
 
     def config(self, **options: Any) -> RetexConfig:
         """Return the recipe's configuration of ReTeX, overridden by options; a rank and a budget replace each other."""
-        replaced = ("rank", *OF_RANKS) if "storage" in options else ("storage",) if "rank" in options else ()
-        given = {name: value for name, value in self.recipe.config.items() if name not in replaced}
-        return RetexConfig(**{**given, **options})
+        return RetexConfig(**overridden(self.recipe.config, options))
 
     def methods(self, default: Sequence[Mapping[str, Mapping[str, Any]]] = ()) -> list[MethodSpec]:
         """Return the recipe's methods, or the experiment's own if the recipe names none."""

@@ -291,6 +291,9 @@ def read_recovery(
     folder = files.folder
     entries = {name: Entry.from_json(folder, name, e) for name, e in _dict(section, "recovery", folder).items()}
     for name, entry in entries.items():
+        if isinstance(entry.layout, ComponentLayout) != (config.storage is not None):
+            kind = "a budget of storage" if config.storage is None else "one rank"
+            raise ArtifactError(f"{folder / CONFIG_NAME}: {name!r} is stored as by {kind}, which its settings are not.")
         if isinstance(entry.layout, ComponentLayout) and entry.layout.num_tasks != len(config.tasks):
             raise ArtifactError(
                 f"{folder / CONFIG_NAME}: {name!r} has components of {entry.layout.num_tasks} tasks, but there are "

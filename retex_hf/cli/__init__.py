@@ -40,7 +40,7 @@ commands:
   retex --version           the version
 
 Example, from experts to answers:
-  retex build --base org/base --expert a=org/expert-a --expert b=org/expert-b --rank 64 --output-dir my-retex
+  retex build --base org/base --expert a=org/expert-a --expert b=org/expert-b --storage 2% --output-dir my-retex
   retex sign my-retex --data a=a.txt --data b=b.txt
   retex predict my-retex inputs.txt
 """

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ..artifact.recipe import FILLED_ON_BUILD, Recipe, field_names, settable_fields
 from ..artifact.schema import RECIPE_NAME
-from ..config import RetexConfig
+from ..config import RetexConfig, overridden
 from ..errors import ConfigError
 from ..recovery import TrainingConfig
 from ..utils.hub_errors import without_secrets
@@ -41,7 +41,7 @@ class BuildOptions(Options):
 
     EXAMPLES = """
         retex build recipe.yaml
-        retex build --base bert-base --expert a=experts/a --expert b=experts/b --rank 64 --output-dir my-retex
+        retex build --base bert-base --expert a=experts/a --expert b=experts/b --storage 2% --output-dir my-retex
         retex build my-retex --output-dir again        # the stored recipe, bit for bit
         retex build recipe.yaml --rank-budget 0.15 --recovery-dtype int8 --output-dir small
     """
@@ -75,7 +75,7 @@ class BuildOptions(Options):
         sections = {"config": settable_fields(), "training": field_names(TrainingConfig) - {"seed"}}
         for section, known in sections.items():
             given = {name: value for name, value in self.flags.items() if name in known}
-            values[section] = {**getattr(recipe, section), **given}
+            values[section] = overridden(getattr(recipe, section), given)
         if "seed" in self.flags and values.get("solver") == "adam":
             values["training"]["seed"] = self.flags["seed"]
         merged = Recipe.from_dict(values, "The recipe with these flags")

@@ -413,10 +413,11 @@ class RetexModel(RoutedModel):
             references: Inputs of the new task, batches as in [`fit_signatures`]: needed where the model tells its
                 tasks apart by reference inputs. Where scores of `signatures="weights"` are centred on a pool: a pool.
             base: The model that an expert given as adapter was trained on; a `PeftModel` has its own.
-            tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly, 1 never
-                adds rank. By default it is that of the other tasks in the same parameter (in parameters that the
-                others left as merged: the median over all matrices). A model of a `storage` budget spends as many
-                bytes on the new task as on each of the others, unless a tolerance is given.
+            tolerance: The relative error that the new task may have in a parameter: 0 recovers it exactly (in a model
+                of a `storage` budget: to 16 bits per number), 1 never adds rank. By default it is that of the other
+                tasks in the same parameter (in parameters that the others left as merged: the median over all
+                matrices). A model of a `storage` budget spends as many bytes on the new task as on each of the others,
+                unless a tolerance is given.
             check_base: Refuse an expert that is not related to the merged model.
             token: Hub token.
             cache_dir: Hub cache.

@@ -149,7 +149,7 @@ class RoutedModel(nn.Module):
 
     @property
     def recovery_errors(self) -> Mapping[str, float | None]:
-        """Return the relative error that recovery leaves in every parameter."""
+        """Return the relative error that recovery leaves in every parameter, before rounding to the model's dtype."""
         return self._state.parts.errors
 
     @recovery_errors.setter

@@ -31,6 +31,8 @@ from .weighting import task_weights
 
 # Steps of the bisection of a price for a tolerance.
 STEPS = 60
+# How far a tolerance is lowered to keep it where numbers lose more than expected.
+LEAST_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,24 @@ def add_to_components(
             continue
         expert, merged = read(name)
         difference = expert - merged
-        layout = component_layout(kept[name], shapes[name], sides[name])
-        stored = encode_differences([difference], layout, kept[name], [1.0])
-        new = ComponentGenerator(layout, stored["codes"], stored["scales"])
+
+        def encoded(
+            chosen: Kept, name: str = name, difference: Tensor = difference
+        ) -> tuple[ComponentGenerator, float]:
+            layout = component_layout(chosen, shapes[name], sides[name])
+            stored = encode_differences([difference], layout, chosen, [1.0])
+            generator = ComponentGenerator(layout, stored["codes"], stored["scales"])
+            energy = energies[name][0]
+            return generator, (missed_energy(generator, 0, difference) / energy) ** 0.5 if energy > 0 else 0.0
+
+        new, error = encoded(kept[name])
+        # Numbers that are far from normal lose more than the choice counted on.
+        wanted = tolerance or 0.0
+        while tolerance and error > tolerance and wanted > LEAST_SHARE * tolerance:
+            wanted /= 2
+            new, error = encoded(_within({name: ways[name]}, wanted)[name])
         generators[name] = _joined(recovery, name, new, tasks)
-        energy = energies[name][0]
-        growth.errors[name] = (missed_energy(new, 0, difference) / energy) ** 0.5 if energy > 0 else 0.0
+        growth.errors[name] = error
         if name not in recovery:
             growth.joined.append(name)
         elif new.layout.rank:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builds import check, save_family
 from families import FAMILIES, tokens
-from helpers import MIXED, TASKS, assert_same, build_from, make_experts
+from helpers import MIXED, TASKS, assert_same, build_from, make_experts, perturb
 from peft import PeftModel
 from torch import nn
 
@@ -202,3 +202,32 @@ def test_ranks_and_bytes_exclude_each_other():
         with pytest.raises(ConfigError, match="storage must be a share"):
             RetexConfig(storage=wrong)
     assert storage_bytes("2.5%", 1000) == 25 and storage_bytes("1KB", 10) == 1000
+
+
+def test_settings_of_another_kind_of_recovery_are_refused(tmp_path):
+    family = FAMILIES["bert"]
+    base = family.make().eval()
+    for options, change in (
+        ({"storage": 0.1}, {"storage": None, "rank": 8}),
+        ({"rank": 3}, {"storage": 0.1, "rank": None}),
+    ):
+        folder = tmp_path / next(iter(options))
+        build_from(base, make_experts(base), None, **options)[0].save_pretrained(folder)
+        values = json.loads((folder / "retex_config.json").read_text())
+        (folder / "retex_config.json").write_text(json.dumps(values | change))
+        with pytest.raises(ArtifactError, match="is stored as by .*, which its settings are not"):
+            RetexModel.from_pretrained(folder, verify=False)
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.2, 0.3])
+def test_an_added_task_keeps_its_tolerance_in_every_parameter(tolerance):
+    base = FAMILIES["bert"].make().eval()
+    experts = make_experts(base)
+    model, _ = build_from(base, experts, None, storage=0.02)
+    new = perturb(base, seed=9)
+    with torch.no_grad():
+        for name, tensor in new.state_dict().items():
+            if tensor.ndim == 1:  # a few large numbers, which no normal distribution has
+                tensor[::7] += 5 * (tensor - base.state_dict()[name])[::7]
+    added = model.add_task("new", new, tolerance=tolerance, progress=False)
+    assert max(added.errors.values()) <= tolerance
