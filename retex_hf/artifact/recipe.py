@@ -215,8 +215,8 @@ def changed_fields(config: RetexConfig | TrainingConfig) -> dict[str, Any]:
     """Return the user-settable fields of a configuration that differ from their defaults."""
     found = {}
     for field in dataclasses.fields(config):
-        made = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if made else field.default
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
         if field.name not in FILLED_ON_BUILD and getattr(config, field.name) != default:
             found[field.name] = getattr(config, field.name)
     return found

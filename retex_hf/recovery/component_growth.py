@@ -19,6 +19,7 @@ from .components import COMPONENTS, ComponentGenerator, ComponentLayout, Runs, r
 from .growth import Growth
 from .module import RecoveryModule
 from .storage import (
+    Sides,
     component_layout,
     encode_differences,
     fitting,
@@ -27,6 +28,7 @@ from .storage import (
     missed_energy,
     ways_of,
 )
+from .targets import squared_norm
 from .weighting import task_weights
 
 # Steps of the bisection of a price for a tolerance.
@@ -155,22 +157,13 @@ def add_to_components(
             continue
         expert, merged = read(name)
         difference = expert - merged
-
-        def encoded(
-            chosen: Kept, name: str = name, difference: Tensor = difference
-        ) -> tuple[ComponentGenerator, float]:
-            layout = component_layout(chosen, shapes[name], sides[name])
-            stored = encode_differences([difference], layout, chosen, [1.0])
-            generator = ComponentGenerator(layout, stored["codes"], stored["scales"])
-            energy = energies[name][0]
-            return generator, (missed_energy(generator, 0, difference) / energy) ** 0.5 if energy > 0 else 0.0
-
-        new, error = encoded(kept[name])
+        new, error = _encoded(difference, kept[name], shapes[name], sides[name])
         # Numbers that are far from normal lose more than the choice counted on.
         wanted = tolerance or 0.0
         while tolerance and error > tolerance and wanted > LEAST_SHARE * tolerance:
             wanted /= 2
-            new, error = encoded(_within({name: ways[name]}, wanted)[name])
+            chosen = _within({name: ways[name]}, wanted)[name]
+            new, error = _encoded(difference, chosen, shapes[name], sides[name])
         generators[name] = _joined(recovery, name, new, tasks)
         growth.errors[name] = error
         if name not in recovery:
@@ -217,6 +210,17 @@ def _joined(recovery: RecoveryModule, name: str, new: ComponentGenerator, tasks:
     own = replace(own, rows=[len(apart.right) + row for row in own.rows])
     joined = replace(apart, right=[*apart.right, *added.right], tasks=[*apart.tasks, own])
     return joined.put_together(generator.codes.device)
+
+
+def _encoded(
+    difference: Tensor, kept: Kept, shape: tuple[int, ...], sides: Sides | None
+) -> tuple[ComponentGenerator, float]:
+    """Return one task's offset in a parameter as it is kept, and its relative error."""
+    layout = component_layout(kept, shape, sides)
+    stored = encode_differences([difference], layout, kept, [1.0])
+    generator = ComponentGenerator(layout, stored["codes"], stored["scales"])
+    energy = squared_norm(difference)
+    return generator, (missed_energy(generator, 0, difference) / energy) ** 0.5 if energy > 0 else 0.0
 
 
 def _within(ways: Mapping[str, Mapping[str, list[Directions]]], tolerance: float) -> dict[str, Kept]:

@@ -215,7 +215,7 @@ def test_settings_of_another_kind_of_recovery_are_refused(tmp_path):
         build_from(base, make_experts(base), None, **options)[0].save_pretrained(folder)
         values = json.loads((folder / "retex_config.json").read_text())
         (folder / "retex_config.json").write_text(json.dumps(values | change))
-        with pytest.raises(ArtifactError, match="is stored as by .*, which its settings are not"):
+        with pytest.raises(ArtifactError, match=r"is stored as by .*, which its settings are not"):
             RetexModel.from_pretrained(folder, verify=False)
 
 
