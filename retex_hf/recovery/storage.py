@@ -37,6 +37,8 @@ from .work_sharing import BuildContext, run_dealt
 
 # A column of a shared direction also stores which direction it is for.
 INDEX_BITS = 16
+# Rounded rows whose part outside the span of others is below this share of their length count as dependent.
+DEPENDENT = 1e-3
 
 Sides = tuple[int, int, int]
 """A parameter as a stack of matrices: how many, their rows and their columns."""
@@ -337,5 +339,10 @@ def _columns(matrix: Tensor, rows: Tensor) -> Tensor:
     """Return the columns of `G_t` that are best for rounded rows of `S`, as rows (k, a): a least-squares problem."""
     if not len(rows):
         return matrix.new_zeros(0, matrix.shape[0])
-    products = matrix.to(torch.float64) @ rows.T
-    return torch.linalg.lstsq(rows @ rows.T, products.T, driver="gelsd" if rows.device.type == "cpu" else None).solution
+    products, inner = matrix.to(torch.float64) @ rows.T, rows @ rows.T
+    lower, failed = torch.linalg.cholesky_ex(inner)
+    diagonal = lower.diagonal()
+    if not failed and diagonal.min() > DEPENDENT * diagonal.max():
+        return torch.cholesky_solve(products.T, lower)
+    # At two bits, short rows may coincide.
+    return torch.linalg.lstsq(inner, products.T, driver="gelsd" if rows.device.type == "cpu" else None).solution
