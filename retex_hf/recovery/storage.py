@@ -163,7 +163,7 @@ def fitting(
     budget: float,
 ) -> tuple[dict[str, Kept], dict[str, ComponentLayout]]:
     """Return what to keep of every parameter and how it is stored, in at most `budget` bytes."""
-    allowed = budget
+    allowed, step = budget, 0.0
     while True:
         kept = allocate_bytes(ways, allowed)
         layouts = {
@@ -173,7 +173,9 @@ def fitting(
         excess = sum(layout.bytes for layout in layouts.values()) - budget
         if excess <= 0 or not layouts:
             return kept, layouts
-        allowed -= excess
+        # Doubled, because every round is an allocation, and a few bytes are all that it may waste.
+        step = max(excess, 2 * step)
+        allowed -= step
 
 
 def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
