@@ -6,9 +6,9 @@
 ReTeX with `storage=` and all systems that keep experts in few bytes (`retex_hf.baselines`), task known. Bytes are those
 beside one model and the heads, as a share (in per cent) of the bytes of all experts; rules in
 `retex_hf/baselines/compressed.py`. Systems with a knob take the largest setting that fits each of `--shares`; those
-without have one size, and ReTeX is built at that size too. Systems that leave the number of bits open run in bfloat16
-and at 2, 3, 4 and 8 bits with ReTeX's own rounding; the table shows, for every figure, the width at which it is best
-*on the rows shown*. That favours them: ReTeX has nothing that is chosen by rows.
+without have one size, and ReTeX is built at that size too. Systems that leave the number of bits open run in bfloat16,
+which is close to how they were published, and rounded as ReTeX rounds: at whichever of 2, 3, 4 and 8 bits leaves the
+least error in the weights, which is also how ReTeX chooses (those without a knob at 3 bits). Nothing is chosen by rows.
 
 Accuracy is relative to each expert's; agreement is the share of rows with the expert's own answer (the same text, where
 answers are texts). Differences are paired by rows, with 95 % bootstrap intervals. Every size is a cell with all its
@@ -46,7 +46,11 @@ from retex_hf.evaluation.run import is_right
 from retex_hf.merging.expert_weights import Weights
 
 SHARES = (0.25, 0.5, 1, 2, 4, 8, 16)
-WIDTHS = {"float": None, "2": 2, "3": 3, "4": 4, "8": 8}
+FLOAT, ROUNDED = "float", "rounded"
+FORMS = (ROUNDED, FLOAT)
+WIDTHS = {FLOAT: None, "2": 2, "3": 3, "4": 4, "8": 8}
+# The width of rounded systems whose size follows from it: fewer bits are not worse by error alone.
+FIXED_WIDTH = "3"
 MERGED = "merged alone"
 ON_MERGED, ON_BASE = {"reference": "average"}, {"reference": "pretrained"}
 FIGURES = ("normalised", "worst", "agreement")
@@ -83,7 +87,8 @@ RIVALS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One system at one size. `budget` and `share` (as it is stored) are shares of the experts' bytes."""
+    """One system at one size. `budget` and `share` (as it is stored) are shares of the experts' bytes; `width` is the
+    number of bits, where a system leaves it open."""
 
     method: str
     width: str
@@ -93,6 +98,11 @@ class Point:
     state: dict[str, Any]
     correct: dict[str, np.ndarray]
     agrees: dict[str, np.ndarray]
+
+    @property
+    def line(self) -> str:
+        """Return the system and its form: points of one line differ in size."""
+        return f"{self.method}, bfloat16" if self.width == FLOAT else self.method
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, with a bit per row."""
@@ -227,8 +237,27 @@ class Bench:
         method.fit(self.study.material)
         return method
 
-    def rival(self, label: str, width: str, share: float | None) -> Point | None:
+    def width(self, label: str, form: str, share: float | None) -> str | None:
+        """Return the width of a rival in a form: rounded, the one of the least error; None where it is left out."""
+        if form != ROUNDED or share is None:
+            return FIXED_WIDTH if form == ROUNDED else form
+        built = {"options": dict(RIVALS[label].options), "exclude": self.exclude, "share": share}
+
+        def compute() -> dict[str, float]:
+            return {width: self.mean_error(self.fit(RIVALS[label], width, share)) for width in WIDTHS if width != FLOAT}
+
+        errors = self._cell(f"{label}, errors at {100 * share:.4g} %", built, compute)
+        return None if errors is None else min(errors, key=errors.__getitem__)
+
+    def mean_error(self, method: Compressed) -> float:
+        """Return the error of a fitted rival's weights, mean over tasks."""
+        return float(np.mean([self.error(method.body(task), task) for task in self.data]))
+
+    def rival(self, label: str, form: str, share: float | None) -> Point | None:
         """Measure a rival at a share of the experts' bytes, or at its only size."""
+        width = self.width(label, form, share)
+        if width is None:
+            return None
         method = self.fit(RIVALS[label], width, share)
         state = method.state()
         # Stored by what it keeps: several shares may lead to the same.
@@ -243,20 +272,20 @@ class Bench:
 
 
 def planned(
-    labels: Sequence[str], shares: Sequence[float], widths: Sequence[str]
+    labels: Sequence[str], shares: Sequence[float], forms: Sequence[str]
 ) -> list[tuple[str, str, float | None]]:
-    """Return all rivals to measure: label, width, and share of the experts' bytes where it is open."""
+    """Return all rivals to measure: label, form, and share of the experts' bytes where it is open."""
     return [
-        (label, width, share)
+        (label, form, share)
         for label in labels
-        for width in (widths if RIVALS[label].has_bits else ("",))
+        for form in (forms if RIVALS[label].has_bits else ("",))
         for share in (shares if RIVALS[label].has_knob else (None,))
     ]
 
 
-def measure_all(bench: Bench, methods: Sequence[str], shares: Sequence[float], widths: Sequence[str]) -> list[Point]:
+def measure_all(bench: Bench, methods: Sequence[str], shares: Sequence[float], forms: Sequence[str]) -> list[Point]:
     """Return all points: ReTeX at the given shares and at the sizes of rivals that have only one, and the rivals."""
-    plan = planned([label for label in RIVALS if label in methods], shares, widths)
+    plan = planned([label for label in RIVALS if label in methods], shares, forms)
     found = [bench.merged()]
     if RETEX in methods:
         found += [bench.retex(share) for share in tqdm(shares, desc=RETEX, unit="cell")]
@@ -310,53 +339,48 @@ def compare(point: Point, other: Point | None, experts: Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """A system at a budget: its points (one per width), and their figures."""
+    """A system at a budget, and its figures."""
 
-    method: str
-    budget: float
-    points: list[Point]
-    results: list[dict[str, Any]]
-
-    def best(self, figure: str) -> int:
-        """Return which point has the best figure."""
-        return max(range(len(self.points)), key=lambda i: self.results[i][figure].value)
+    point: Point
+    results: dict[str, Any]
 
 
 def tabulate(points: Sequence[Point], experts: Mapping[str, np.ndarray]) -> list[Row]:
     """Return the rows of the table, by budget, ReTeX first."""
     ours = {point.budget: point for point in points if point.method == RETEX}
-    groups: dict[tuple[float, str], list[Point]] = {}
-    for point in points:
-        # Rivals without a knob have a budget per width.
-        found = groups.setdefault((point.budget, point.method), [])
-        if point not in found:
-            found.append(point)
-    order = sorted(groups, key=lambda key: (key[0], key[1] != RETEX))
-    rows = []
-    for budget, method in order:
-        own = groups[budget, method]
-        other = None if method == RETEX else ours.get(budget)
-        rows.append(Row(method, budget, own, [compare(point, other, experts) for point in own]))
-    return rows
+    different = {(point.budget, point.line): point for point in points}
+    order = sorted(different.values(), key=lambda point: (point.budget, point.method != RETEX))
+    return [
+        Row(point, compare(point, None if point.method == RETEX else ours.get(point.budget), experts))
+        for point in order
+    ]
 
 
 def markdown(rows: Sequence[Row], title: str) -> str:
-    """Format the table: each figure at the width at which it is best."""
-    columns = ["method", "budget (%)", "added (%)", "normalised accuracy", "worst task", "agreement"]
-    columns += [f"{RETEX} minus this, accuracy", "agreement"]
+    """Format the summary and the table."""
+    columns = ["method", "bits", "budget (%)", "added (%)", "normalised accuracy", "worst task", "agreement"]
+    columns += ["error", f"{RETEX} minus this, accuracy", "worst task", "agreement"]
     lines = []
     for row in rows:
-        best = {name: row.best(name) for name in FIGURES}
-        cells: list[Any] = [row.method, f"{100 * row.budget:.3g}", f"{100 * row.points[best['normalised']].share:.3g}"]
-        for name in FIGURES:
-            width = row.points[best[name]].width
-            cells.append(f"{row.results[best[name]][name].value:.3f}" + (f" ({width})" if width else ""))
-        for name in ("normalised", "agreement"):
-            lead = row.results[best[name]].get("lead")
-            cells.append(None if lead is None else in_points(lead[name]))
+        point, lead = row.point, row.results.get("lead")
+        cells: list[Any] = [point.method, {FLOAT: "16", "": ""}.get(point.width, point.width)]
+        cells += [f"{100 * point.budget:.3g}", f"{100 * point.share:.3g}"]
+        cells += [row.results[name].value for name in FIGURES] + [point.error]
+        cells += [None if lead is None else in_points(lead[name]) for name in FIGURES]
         lines.append(cells)
-    note = "In brackets the bits (float: bfloat16) at which a figure is best on these rows. Differences in points."
-    return f"# Bytes: {title}\n\n{note}\n\n{markdown_table(columns, lines)}"
+    note = "Differences in points, with 95 % intervals, paired by rows. 16 bits are bfloat16."
+    return f"# Bytes: {title}\n\n{summary(rows)}\n{note}\n\n{markdown_table(columns, lines)}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Format, for every figure, how often rivals are behind ReTeX at the same size, level, or ahead."""
+    lines = []
+    for name in FIGURES:
+        leads = [row.results["lead"][name] for row in rows if "lead" in row.results]
+        behind, ahead = sum(lead.low > 0 for lead in leads), sum(lead.high < 0 for lead in leads)
+        lines.append([name, behind, len(leads) - behind - ahead, ahead])
+    columns = ["figure", "rivals behind", "level (zero is inside the interval)", "ahead"]
+    return markdown_table(columns, lines)
 
 
 def in_points(found: Interval) -> str:
@@ -370,15 +394,15 @@ def in_points(found: Interval) -> str:
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """Plot accuracy and agreement against bytes, each at its best width."""
+    """Plot accuracy and agreement against bytes."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     for title, name in (("normalised accuracy", "normalised"), ("agreement with the expert", "agreement")):
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            best = row.best(name)
-            if row.budget > 0:
-                lines.setdefault(row.method, []).append((100 * row.points[best].share, row.results[best][name].value))
-        panels[title] = {method: ([x for x, _ in ends], [y for _, y in ends]) for method, ends in lines.items()}
+            if row.point.budget > 0:
+                ends = lines.setdefault(row.point.line, [])
+                ends.append((100 * row.point.share, row.results[name].value))
+        panels[title] = {line: ([x for x, _ in ends], [y for _, y in ends]) for line, ends in lines.items()}
     return lines_figure(panels, "added bytes (% of the experts)", "mean over tasks", log_x=True)
 
 
@@ -395,13 +419,13 @@ def rows_of(study: Study, split: str) -> list[TaskData]:
     return found
 
 
-def as_json(row: Row) -> list[dict[str, Any]]:
-    """Return all widths of a row, as plain values."""
+def as_json(row: Row) -> dict[str, Any]:
+    """Return a row as plain values."""
 
     def plain(value: Any) -> Any:
         return vars(value) if isinstance(value, Interval) else {name: plain(one) for name, one in value.items()}
 
-    return [{**point.as_dict(), "figures": plain(found)} for point, found in zip(row.points, row.results, strict=True)]
+    return {**row.point.as_dict(), "figures": plain(row.results)}
 
 
 def main() -> None:
@@ -411,7 +435,7 @@ def main() -> None:
         split={"choices": ("validation", "test"), "default": "test", "help": "rows to answer"},
         shares={"type": float, "nargs": "+", "default": SHARES, "help": "added bytes, in per cent of the experts'"},
         methods={"nargs": "+", "default": names, "choices": names, "metavar": "METHOD", "help": f"of {names}"},
-        bits={"nargs": "+", "default": list(WIDTHS), "choices": list(WIDTHS), "help": "of rivals that leave them open"},
+        forms={"nargs": "+", "default": FORMS, "choices": FORMS, "help": "of rivals that leave their bits open"},
         tasks={"type": int, "help": "the first so many tasks; default: all"},
         out={"type": Path, "help": "results; default: bytes.json in the work dir"},
         plot={"action": "store_true", "help": "draw the curves"},
@@ -423,7 +447,7 @@ def main() -> None:
         study = study.subset(arguments.tasks)
     bench = Bench(study, rows_of(study, arguments.split), arguments.split, arguments.work_dir, arguments.only)
     shares = [share / 100 for share in arguments.shares]
-    points = measure_all(bench, arguments.methods, shares, arguments.bits)
+    points = measure_all(bench, arguments.methods, shares, arguments.forms)
     rows = tabulate(points, bench.experts_correct)
     title = f"{arguments.recipe.stem}, {len(study.tasks)} tasks, {arguments.split} rows"
     text, out = markdown(rows, title), arguments.out or arguments.work_dir / "bytes.json"
@@ -433,7 +457,7 @@ def main() -> None:
         "split": arguments.split,
         "experts_bytes": bench.experts_bytes,
         "experts_correct": as_hex(bench.experts_correct),
-        "points": [point for row in rows for point in as_json(row)],
+        "points": [as_json(row) for row in rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -24,7 +24,8 @@ from ..merging.expert_weights import ExpertWeights, Weights
 from ..recovery.closed_form import right_vectors
 from ..recovery.codes import SCALE_BITS, codebook, decode, encode, packed_bytes
 from ..recovery.components import GROUP
-from ..recovery.storage import Sides, matrix_sides
+from ..recovery.encoding import best_columns
+from ..recovery.layout import Sides, matrix_sides
 from .merges import source_body
 from .weights import expert_weights
 
@@ -86,9 +87,7 @@ class Factors:
     def stored(self, matrix: Tensor, directions: Tensor) -> Tensor:
         """Return the approximation of a matrix (a, b) by its first right singular vectors (k, b), after storage."""
         rounded = torch.cat([_unscaled(part, bits) for part, bits in self._split(directions[: self.rank])])
-        # Rounded directions are not orthogonal: solve for the columns that are best for them.
-        products = rounded @ matrix.double().T
-        lefts = torch.linalg.lstsq(rounded @ rounded.T, products, driver="gelsy").solution.float()
+        lefts = best_columns(matrix, rounded).float()
         columns = torch.cat([_with_scale(part, bits) for part, bits in self._split(lefts)])
         return columns.T @ rounded.float()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError
-from ..recovery.storage import Sides
+from ..recovery.layout import Sides
 from .compressed import AVERAGE, PRETRAINED, Budgeted, check_bits, in_words, on
 from .differences import Factors, Form, Reference, Whole
 

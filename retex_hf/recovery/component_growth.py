@@ -16,18 +16,12 @@ from ..utils.progress import track
 from .allocation import OWN, WHOLE, Directions, Kept, choose
 from .codes import pack, unpack
 from .components import COMPONENTS, ComponentGenerator, ComponentLayout, Runs, runs_of
+from .encoding import component_layout, encode_differences, missed_energy
 from .growth import Growth
+from .layout import Sides, matrix_sides
 from .module import RecoveryModule
-from .storage import (
-    Sides,
-    component_layout,
-    encode_differences,
-    fitting,
-    matrix_sides,
-    measure,
-    missed_energy,
-    ways_of,
-)
+from .spectra import measure, ways_of
+from .storage import fitting
 from .targets import squared_norm
 from .weighting import task_weights
 

@@ -13,6 +13,9 @@ KINDS = (VECTOR, MATRIX, WHOLE)
 GENERATED_FIRST, SHARED_FIRST = "generated_first", "shared_first"
 ORDERS = (GENERATED_FIRST, SHARED_FIRST)
 
+Sides = tuple[int, int, int]
+"""A parameter as a stack of matrices: how many, their rows and their columns."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -165,3 +168,14 @@ def at_rank(layout: Layout, rank: int, num_tasks: int, inner_rank: int | None = 
     layout = replace(layout, rank=effective, inner_rank=inner)
     whole = layout.whole()
     return whole if whole.stored_numbers(num_tasks) <= layout.stored_numbers(num_tasks) else layout
+
+
+def matrix_sides(shape: tuple[int, ...], convolution: bool) -> Sides | None:
+    """Return a parameter as a stack of matrices, as `plan_layout` sees it; None for vectors.
+
+    >>> matrix_sides((768, 3, 16, 16), convolution=True), matrix_sides((8, 64, 32), False), matrix_sides((1, 9), False)
+    ((1, 768, 768), (8, 64, 32), None)
+    """
+    seen = (shape[0], prod(shape[1:])) if convolution or len(shape) == 4 else shape
+    axes = [size for size in seen if size != 1]
+    return None if len(axes) < 2 else (prod(axes[:-2]), axes[-2], axes[-1])

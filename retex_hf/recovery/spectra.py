@@ -12,18 +12,110 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
+from typing import TypedDict
 
 import torch
+from torch import Tensor
 
-from .allocation import Directions, Kept
-from .codes import BITS
+from . import krylov
+from .allocation import OWN, SHARED, WHOLE, Directions, Kept
+from .closed_form import factor, gram
+from .codes import BITS, SCALE_BITS
+from .components import GROUP, LARGEST_INDEX
+from .eigen import eigenvalues
+from .layout import Sides
+from .targets import squared_norm
 
 # Directions that are read at the least.
 FEWEST = 16
 # How much lower than the price of the allocation a price may be: rounding up to whole bytes takes it back a little, and
 # energies from Krylov spaces are slightly too small.
 MARGIN = 0.99
+# A column of a shared direction also stores which direction it is for.
+INDEX_BITS = 16
+
+
+class Measured(TypedDict):
+    """Weighted energies of one parameter: of every task's difference (T), of the directions of each task's own
+    difference (T, n), and of directions that all share, for every task (n, T); what the shared ones miss, and the least
+    that as many could."""
+
+    whole: list[float]
+    own: list[list[float]]
+    shared: list[list[float]]
+    missed: list[float]
+
+
+def measure(
+    differences: list[Tensor],
+    sides: Sides | None,
+    weights: Sequence[float],
+    count: int | None = None,
+    parts: Sequence[str] = (OWN, SHARED),
+) -> Measured:
+    """Return the weighted energies of a parameter's directions: of each task's own, of all tasks' together, or of both.
+
+    At least the first `count` are measured; all by default.
+    """
+    whole = [squared_norm(difference) * weight for difference, weight in zip(differences, weights, strict=True)]
+    measured: Measured = {"whole": whole, "own": [], "shared": [], "missed": [0.0, 0.0]}
+    if sides is None:
+        return measured
+    matrices = _matrices(differences, sides)
+    if OWN in parts:
+        spectra = [_spectrum(matrix, count) for matrix in matrices]
+        measured["own"] = [(spectrum * weight).tolist() for spectrum, weight in zip(spectra, weights, strict=True)]
+    if SHARED in parts and len(matrices) > 1:
+        most = most_directions(sides, len(matrices))
+        rank = most if count is None else min(count, most)
+        if not is_read_from_products(matrices, rank):
+            rank = max(rank, most // 4)  # an eigenvector more costs little beside the Gram matrix
+        factors, _, *measured["missed"] = factor(weighted(matrices, weights), rank)
+        measured["shared"] = torch.stack([part.double().square().sum(0) for part in factors], 1).tolist()
+    return measured
+
+
+def _spectrum(matrix: Tensor, count: int | None) -> Tensor:
+    """Return the energies of at least the first `count` directions of a matrix; all by default."""
+    if count is not None and is_read_from_products([matrix], count):
+        (left,), *_ = factor([matrix], count)
+        return left.double().square().sum(0)
+    return eigenvalues(gram([matrix]))
+
+
+def is_read_from_products(matrices: list[Tensor], count: int) -> bool:
+    rows, columns = matrices[0].shape
+    return krylov.pays(len(matrices) * rows, columns, count)
+
+
+def ways_of(measured: Measured, shape: tuple[int, ...], sides: Sides | None) -> dict[str, list[Directions]]:
+    """Return the ways to keep a parameter: as it is, by directions of each task's own, or by directions that all
+    share."""
+    groups = -(-prod(shape) // GROUP)
+    whole = [torch.tensor([[energy]]) for energy in measured["whole"]]
+    ways = {WHOLE: [Directions(energy, groups * GROUP, 0, groups * SCALE_BITS) for energy in whole]}
+    if sides is None:
+        return ways
+    rows, columns = sides[0] * sides[1], sides[2]
+    ways[OWN] = [Directions(torch.tensor(own).unsqueeze(1), rows, columns) for own in measured["own"]]
+    if measured["shared"]:
+        ways[SHARED] = [Directions(torch.tensor(measured["shared"]), rows, columns, SCALE_BITS + INDEX_BITS)]
+    return ways
+
+
+def _matrices(differences: list[Tensor], sides: Sides) -> list[Tensor]:
+    return [difference.reshape(sides[0] * sides[1], sides[2]) for difference in differences]
+
+
+def weighted(matrices: list[Tensor], weights: Sequence[float]) -> list[Tensor]:
+    return [matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)]
+
+
+def most_directions(sides: Sides, tasks: int) -> int:
+    """Return how many directions so many tasks' differences have."""
+    batch, rows, columns = sides
+    return min(columns, batch * rows * tasks, LARGEST_INDEX)
 
 
 def first_count(rows: int, columns: int, tasks: int, budget: float) -> int:

@@ -34,8 +34,9 @@ from ..config import RetexConfig
 from ..errors import CheckpointError, RetexError, TaskError, shorten
 from ..recovery import Layout, Targets, plan_layout, spectrum
 from ..recovery.allocation import Kept, Ways
-from ..recovery.layout import MATRIX, at_rank
-from ..recovery.storage import Sides, fitting, matrix_sides, measure, ways_of
+from ..recovery.layout import MATRIX, Sides, at_rank, matrix_sides
+from ..recovery.spectra import measure, ways_of
+from ..recovery.storage import fitting
 from ..recovery.targets import difference_energy
 from ..recovery.weighting import task_weights
 from ..utils.progress import track

@@ -50,23 +50,25 @@ def test_systems_with_enough_bytes_answer_as_the_experts(bench_of, kind):
         assert 0.2 < point.share <= 0.6 and point.error < 0.01
         assert all(rows.all() for rows in point.agrees.values()), point.method
     rows = script.tabulate(points, bench.experts_correct)
-    assert [row.results[0]["agreement"].value for row in rows[1:]] == [1.0, 1.0, 1.0]
+    assert [row.results["agreement"].value for row in rows[1:]] == [1.0, 1.0, 1.0]
 
 
 def test_retex_is_built_at_the_size_of_rivals_that_have_one(bench_of):
     bench = bench_of("bert")
-    points = script.measure_all(bench, [RETEX, "BitDelta", "EMR"], [0.05], ["float", "4"])
+    points = script.measure_all(bench, [RETEX, "BitDelta", "EMR"], [0.05], script.FORMS)
     rows = script.tabulate(points, bench.experts_correct)
-    fixed = [row for row in rows if row.method in ("BitDelta", "EMR")]
-    assert len(fixed) == 3
+    fixed = [row for row in rows if row.point.method in ("BitDelta", "EMR")]
+    assert sorted(row.point.width for row in fixed) == ["", "3", "float"]
     for row in fixed:
-        (ours,) = (other for other in rows if other.method == RETEX and other.budget == row.budget)
-        assert ours.points[0].share <= row.budget == row.points[0].share
-        assert "lead" in row.results[0]
+        (ours,) = (
+            other.point for other in rows if other.point.method == RETEX and other.point.budget == row.point.budget
+        )
+        assert ours.share <= row.point.budget == row.point.share
+        assert "lead" in row.results
 
 
 def test_a_second_run_computes_nothing(bench_of, monkeypatch):
-    arguments = [RETEX, "SVD on base"], [0.1, 0.2], ["2", "8"]
+    arguments = [RETEX, "SVD on base"], [0.1, 0.2], script.FORMS
     bench = bench_of("bert")
     first = script.measure_all(bench, *arguments)
     monkeypatch.setattr(script.Bench, "measure", lambda *_: pytest.fail("measured again"))
@@ -113,16 +115,35 @@ def test_differences_are_paired_by_rows():
         assert (lead.value, lead.low, lead.high) == (0, 0, 0)
 
 
-def test_each_figure_is_shown_at_its_best_width():
-    accurate = point("x", "4", [[1, 1, 1, 0], [1, 1, 0, 0]], [[0, 0, 0, 0], [1, 1, 1, 1]])
-    agreeing = point("x", "8", [[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]])
-    ours = point(RETEX, "", [[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 1]])
-    rows = script.tabulate([agreeing, ours, accurate], EXPERTS)
-    assert [row.method for row in rows] == [RETEX, "x"]
-    assert rows[1].points[rows[1].best("normalised")].width == "4"
-    assert rows[1].points[rows[1].best("agreement")].width == "8"
-    line = script.markdown(rows, "t").splitlines()[-1]
-    assert "1.000 (4) | 1.000 (4) | 1.000 (8) | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0]" in line
+def test_rounded_rivals_have_the_width_of_the_least_error(bench_of):
+    bench = bench_of("bert")
+    found = bench.rival("SVD on merged", script.ROUNDED, 0.1)
+    assert found is not None
+    errors = {
+        width: bench.mean_error(bench.fit(script.RIVALS["SVD on merged"], width, 0.1)) for width in ("2", "3", "4", "8")
+    }
+    assert found.error == pytest.approx(min(errors.values())) and errors[found.width] == min(errors.values())
+    assert len(set(errors.values())) == 4
+
+
+def test_the_summary_counts_who_is_ahead():
+    right, wrong = [[1] * 40, [1] * 40], [[0] * 40, [0] * 40]
+    experts = {task: np.ones(40, dtype=bool) for task in TASKS[:2]}
+    ours = point(RETEX, "", right, right)
+    others = [point("behind", "3", wrong, wrong), point("level", "float", right, right)]
+    text = script.summary(script.tabulate([*others, ours], experts))
+    assert text.splitlines()[-1] == "| agreement | 1 | 1 | 0 |"
+    text = script.summary(script.tabulate([point("ahead", "", right, right), point(RETEX, "", wrong, wrong)], experts))
+    assert text.splitlines()[-1] == "| agreement | 0 | 0 | 1 |"
+
+
+def test_a_form_is_a_line_of_its_own():
+    right = [[1, 1, 1, 0], [1, 1, 0, 0]]
+    points = [point("x", "4", right, right), point("x", "float", right, right), point(RETEX, "", right, right)]
+    rows = script.tabulate(points, EXPERTS)
+    assert [row.point.line for row in rows] == [RETEX, "x", "x, bfloat16"]
+    lines = script.markdown(rows, "t").splitlines()
+    assert lines[-1].startswith("| x | 16 | 10 | 10 | 1.000 | 1.000 | 0.625 | 0.000 | +0.0 [+0.0, +0.0] |"), lines[-1]
     assert len(script.figure(rows).axes) == 2
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from retex_hf import RetexConfig
-from retex_hf.recovery import BuildContext, krylov, spectra, storage
-from retex_hf.recovery.allocation import Directions, allocate_bytes
-from retex_hf.recovery.spectra import byte_price, needs_more
-from retex_hf.recovery.storage import measure, solve_storage
+from retex_hf.recovery import BuildContext, encoding, krylov, spectra, storage
+from retex_hf.recovery.allocation import Directions, Kept, allocate_bytes
+from retex_hf.recovery.spectra import byte_price, measure, needs_more
+from retex_hf.recovery.storage import solve_storage
 from retex_hf.recovery.targets import Targets, squared_norm
 
 TASKS = ["a", "b", "c"]
@@ -89,8 +89,8 @@ def test_the_price_is_that_of_the_allocation():
     for price in (1e-4, 1e-3, 1e-2):
         choice = part.choose(price)
         assert choice.bytes > 0
-        assert byte_price([storage.Kept("shared", (choice,))]) == pytest.approx(price, rel=1e-9)
-    assert byte_price([storage.Kept("shared", (part.choose(1e9),))]) is None
+        assert byte_price([Kept("shared", (choice,))]) == pytest.approx(price, rel=1e-9)
+    assert byte_price([Kept("shared", (part.choose(1e9),))]) is None
 
 
 def test_another_split_of_the_last_energy_may_be_worth_more():
@@ -188,7 +188,7 @@ def test_what_is_measured_is_what_is_stored(monkeypatch):
     stack = torch.cat([matrix * weight**0.5 for matrix, weight in zip(matrices, weights, strict=True)])
     energies = torch.linalg.svdvals(stack.double()).square()
     assert least <= energies[12:].sum().item() <= loss * (1 + 1e-6) <= 1.01 * least
-    rows = storage._chosen_rows(matrices, weights, [0, 3, 11], 12)
+    rows = encoding._chosen_rows(matrices, weights, [0, 3, 11], 12)
     again = torch.stack([(matrix.double() @ rows.T).square().sum(0) for matrix in matrices], 1)
     expected = torch.tensor(measured["shared"]).double()[[0, 3, 11]] / torch.tensor(weights)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-6)

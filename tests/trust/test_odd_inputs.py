@@ -14,7 +14,7 @@ from retex_hf.recovery import RecoveryModule, plan_layout, solve
 from retex_hf.recovery.allocation import allocate_bytes
 from retex_hf.recovery.closed_form import solve_affine
 from retex_hf.recovery.quantize import decode, encode
-from retex_hf.recovery.storage import measure, ways_of
+from retex_hf.recovery.spectra import measure, ways_of
 
 
 @pytest.mark.parametrize(("case", "family"), odd_inputs.one_family_each(odd_inputs.CASES), ids=lambda one: str(
