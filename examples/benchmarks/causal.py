@@ -24,10 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import text_to_text
 from common import Collate, Task, Training, descend, split_validation, whole_folder
 
 from retex_hf.data.readout import Generator
 
+load_task, available = text_to_text.load_task, text_to_text.available
 # Share of the training rows and number of passes over it: 77 intents with 21 examples each take longer than two kinds
 # of headlines.
 TASKS = {
