@@ -39,7 +39,7 @@ from ..recovery import (
 )
 from ..recovery.storage import solve_storage
 from ..recovery.targets import difference_energy
-from ..recovery.work_sharing import run_dealt
+from ..recovery.work_sharing import run_dealt, solved_at_once
 from ..utils.atomic_folder import emptied, interrupted_build, together, workshop
 from ..utils.devices import device_of, parse_device
 from ..utils.progress import remark
@@ -77,7 +77,7 @@ def build(
     check_tasks(experts)
     accelerator, device = _share_work(accelerator, device, solver, (base, *experts.values()))
     blueprint = prepare(base, experts, config, device=device, **prepare_options)
-    context = BuildContext(accelerator, progress)
+    context = BuildContext(accelerator, progress, at_once=solved_at_once(blueprint.device))
     if calibration is not None:
         data = read_calibration(calibration, readout or Classifier(), blueprint.model, list(blueprint.sources))
         blueprint = _learn_merge(blueprint, data, lambda: blueprint, context)
@@ -163,7 +163,7 @@ def build_folder(
         folder = place / "artifact"
         folder.mkdir(exist_ok=True)
         store = FolderStore(folder, place, stems, accelerator)
-        context = BuildContext(accelerator, progress, store)
+        context = BuildContext(accelerator, progress, store, solved_at_once(blueprint.device))
         if data is not None:
             # Learning runs the model, which must therefore not be on the meta device.
             def loaded() -> Blueprint:

@@ -29,9 +29,9 @@ FIXED_MEMORY = 100_000_000
 class BuildEstimate:
     """Needs of a build that writes to disk, in bytes.
 
-    `memory` is what the most expensive parameter needs, besides the program itself; a merge that is learned from data
-    needs all experts at once (and room for a batch, which is not counted). `disk` is an upper bound: tensors that all
-    experts share need no recovery, which is known only once they are read.
+    `memory` is what the most expensive parameters need that are solved at once, besides the program itself; a merge
+    that is learned from data needs all experts at once (and room for a batch, which is not counted). `disk` is an upper
+    bound: tensors that all experts share need no recovery, which is known only once they are read.
     """
 
     tasks: int
@@ -54,6 +54,7 @@ def estimate_build(
     convolutions: frozenset[str],
     experts: int,
     learned_vectors: int = 0,
+    at_once: int = 1,
 ) -> BuildEstimate:
     """Estimate the needs of a build.
 
@@ -64,6 +65,7 @@ def estimate_build(
         convolutions: Names of the tensors that are convolution weights.
         experts: Bytes of the experts.
         learned_vectors: Number of task vectors in memory while the merge is learned; 0 if it is not learned.
+        at_once: How many parameters are solved at the same time.
     """
     tasks = len(heads)
     own = set(next(iter(heads.values())))
@@ -77,7 +79,7 @@ def estimate_build(
         parameters=sum(prod(info.shape) for info in infos.values()),
         experts=experts,
         memory=max(
-            _memory(config, {name: info.shape for name, info in body.items()}, tasks, convolutions),
+            _memory(config, {name: info.shape for name, info in body.items()}, tasks, convolutions, at_once),
             _learning_memory(body, learned_vectors),
         ),
         disk=model + kept + pretrained + _recovery_bytes(config, recovered, body, tasks, convolutions),
@@ -85,9 +87,10 @@ def estimate_build(
 
 
 def _memory(
-    config: RetexConfig, shapes: Mapping[str, tuple[int, ...]], tasks: int, convolutions: frozenset[str]
+    config: RetexConfig, shapes: Mapping[str, tuple[int, ...]], tasks: int, convolutions: frozenset[str], at_once: int
 ) -> int:
-    """Return the bytes of one parameter's differences and their Gram decomposition.
+    """Return the bytes of the differences and Gram decompositions of the largest parameters, as many as are solved at
+    once.
 
     Parameters that share a scaled offset count as one.
     """
@@ -95,7 +98,7 @@ def _memory(
     affine = config.recovery == "affine"
     mixed = config.soft_training is not None or (config.task_embedding_dim or tasks) < tasks
     per_expert = TENSORS_PER_AFFINE_EXPERT if affine else TENSORS_PER_MIXED_EXPERT if mixed else TENSORS_PER_EXPERT
-    needs = [0]
+    needs = []
     units = group_layouts(ruled_layouts(shapes, config, tasks, convolutions), config.share_layers)
     for unit, layout in units.items():
         tensors = tasks * per_expert * (len(unit) if affine else 1) + FURTHER_TENSORS
@@ -104,7 +107,7 @@ def _memory(
             rows, columns = columns, rows
         side = min(columns, tasks * rows)
         needs.append(tensors * 4 * prod(layout.shape) + GRAM_MATRICES * 8 * side**2)
-    return max(needs) + FIXED_MEMORY
+    return sum(sorted(needs)[-at_once:]) + FIXED_MEMORY
 
 
 def _learning_memory(body: Mapping[str, TensorInfo], vectors: int) -> int:

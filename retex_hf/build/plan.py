@@ -51,6 +51,7 @@ from ..errors import CheckpointError, ConfigError, first_line
 from ..merging import merge_methods, options_to_learn
 from ..merging.expert_weights import ExpertWeights
 from ..recovery import TrainingConfig
+from ..recovery.work_sharing import solved_at_once
 from ..utils.devices import CPU, enough_memory, exact_device, parse_device
 from ..utils.module_tensors import resize_tensors
 from ..utils.paths import as_path
@@ -126,7 +127,15 @@ class Blueprint:
         if merge_checkpoint(self.config) is None and options_to_learn(*merge_method(self.config)):
             # The experts' task vectors, and trimmed copies of them.
             vectors = 2 * len(self.sources)
-        estimate = estimate_build(self.config, self.infos, self.heads, self.inventory.convolutions, size, vectors)
+        estimate = estimate_build(
+            self.config,
+            self.infos,
+            self.heads,
+            self.inventory.convolutions,
+            size,
+            vectors,
+            solved_at_once(self.device),
+        )
         rows = sum(tensor_bytes(info) for own in self.rows.values() for info in own.values())
         return dataclasses.replace(estimate, disk=estimate.disk + rows)
 

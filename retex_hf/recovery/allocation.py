@@ -82,6 +82,10 @@ class Directions:
         """Return what determines the offers: numbers of a column and of a direction, bits of a scale, users."""
         return self.left, self.right, self.scale_bits, self.energies.shape[1]
 
+    def worths(self, price: float) -> Tensor:
+        """Return what each direction (n,) is worth at a price, with the best bits for it and its columns."""
+        return _best(self.energies.double(), self.shape, price)[2]
+
     def choose(self, price: float) -> Choice:
         """Return the bits of every direction and column that are worth their price; 0 where one is not kept."""
         right, left, worth, _ = _best(self.energies.double(), self.shape, price)

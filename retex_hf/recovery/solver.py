@@ -95,7 +95,7 @@ def solve_all(
         recovery.write(unit, solution, basis, dtype)
         return [solution.residual, solution.energy, solution.loss, solution.least]
 
-    found = run_dealt(context, costs, work, "Solving", recovery.tensors_of)
+    found = run_dealt(context, costs, work, "Solving", recovery.tensors_of, context.at_once)
     alternating = basis is not None or affine  # need not lead to the least possible
     if not alternating and any(_is_by_products(layout, tasks) for layout in units.values()):
         state_distance(context, "The factors", found.values())
@@ -152,7 +152,7 @@ def _narrow_basis(
             kernels = (_kernel(targets, name, solution) for name in unit)
             return solution.residual, sum(kernels, start=torch.zeros((), dtype=torch.float64)).tolist()
 
-        found = run_dealt(context, costs, work, f"Solving, pass {number + 1}")
+        found = run_dealt(context, costs, work, f"Solving, pass {number + 1}", at_once=context.at_once)
         if basis is not None:
             loss = sum(residual for residual, _ in found.values())
             if best is not None and loss >= best[0] * (1 - NARROW_TOLERANCE):

@@ -2,7 +2,8 @@
 
 Whole spectra need all eigenvalues of every Gram matrix, but only leading directions are ever worth their bytes. So the
 first directions are read, bytes are allocated, and where directions that were not read may be worth the price that a
-byte has then, more are read. Energies descend: what the last one that was read is not worth, no later one is.
+byte has then, and change the choice, more are read. Energies descend: what the last one that was read is not worth, no
+later one is.
 
 What a shared direction is worth depends also on how its energy is split between tasks. Those that were not read have
 no more energy than the last one; they are taken to be split in one of the ways in which the others are.
@@ -10,7 +11,7 @@ no more energy than the last one; they are taken to be split in one of the ways 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from typing import TypedDict
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import krylov
-from .allocation import OWN, SHARED, WHOLE, Directions, Kept
+from .allocation import OWN, SHARED, WHOLE, Directions, Kept, Ways
 from .closed_form import factor, gram
 from .codes import BITS, SCALE_BITS
 from .components import GROUP, LARGEST_INDEX
@@ -137,16 +138,41 @@ def byte_price(kept: Iterable[Kept]) -> float | None:
     return sum(choice.recovered - choice.worth for choice in choices) / size if size > 0 else None
 
 
-def needs_more(parts: Sequence[Directions], available: int, price: float) -> bool:
-    """Return whether directions that were not read may be worth a price; `available` is how many there are of each
-    part.
+def unread_ways(ways: Ways, available: Mapping[str, int], price: float) -> list[str]:
+    """Return the ways of a parameter of which more must be read, because it may be worth a price and change the choice.
+
+    `available` is how many directions every part of a way has. A way that is worth less than another one, even with all
+    that it may still gain, is not read on.
 
     >>> import torch
     >>> part = Directions(torch.tensor([[9.0], [4.0]]), left=8, right=8)
-    >>> [needs_more([part], 5, price) for price in (0.1, 10.0)], needs_more([part], 2, 0.1)
-    ([True, False], False)
+    >>> ways = {WHOLE: [Directions(torch.tensor([[17.0]]), 6400, 0)], OWN: [part]}
+    >>> [unread_ways(ways, {OWN: 5}, price) for price in (0.1, 10.0)], unread_ways(ways, {OWN: 2}, 0.1)
+    ([['own'], []], [])
     """
-    return any(len(part.energies) < available and _last(part).choose(MARGIN * price).worth > 0 for part in parts)
+    price = MARGIN * price
+    worth = {way: sum(part.choose(price).worth for part in parts) for way, parts in ways.items()}
+    energies = [float(part.energies.sum()) for part in ways[WHOLE]]
+    found = []
+    for way in available:
+        totals = [sum(energies)] if way == SHARED else energies
+        parts = zip(ways.get(way, ()), totals, strict=False)
+        gain = sum(_most_gain(part, available[way], total, price) for part, total in parts)
+        if gain > 0 and worth[way] + gain >= max(worth.values()):
+            found.append(way)
+    return found
+
+
+def _most_gain(part: Directions, available: int, energy: float, price: float) -> float:
+    """Return the most that directions which were not read may be worth: each has no more energy than the last one, and
+    all together no more than what is left of the whole."""
+    if len(part.energies) >= available:
+        return 0.0
+    last, left = float(part.energies[-1].sum()), energy - float(part.energies.sum())
+    count = available - len(part.energies)
+    if last > 0:
+        count = min(count, ceil(max(left, 0.0) / last))
+    return count * _last(part).worths(price).max().item()
 
 
 def _last(part: Directions) -> Directions:

@@ -17,7 +17,7 @@ from .encoding import component_layout, encode_differences, missed_energy
 from .layout import Sides, matrix_sides
 from .module import TASK_EMBEDDING, RecoveryModule
 from .solver import state_distance
-from .spectra import FEWEST, Measured, byte_price, first_count, measure, most_directions, needs_more, ways_of
+from .spectra import FEWEST, Measured, byte_price, first_count, measure, most_directions, unread_ways, ways_of
 from .targets import Targets
 from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
@@ -56,7 +56,9 @@ def solve_storage(
         return [missed, sum(targets.energies[name])]
 
     costs = {name: numbers[name] for name in layouts}
-    found = run_dealt(context, costs, work, "Solving", lambda name: list(generators[name].parameters()))
+    found = run_dealt(
+        context, costs, work, "Solving", lambda name: list(generators[name].parameters()), context.at_once
+    )
     return recovery, {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
 
 
@@ -84,7 +86,7 @@ def _allocated(
     unread: dict[str, list[str]] = {name: [OWN, SHARED] for name in shapes}
     for number in counting(1):
         title = "Reading spectra" if number == 1 else f"Reading spectra, pass {number}"
-        read = run_dealt(context, {name: numbers[name] for name in unread}, work, title)
+        read = run_dealt(context, {name: numbers[name] for name in unread}, work, title, at_once=context.at_once)
         measured |= {name: _joined(measured.get(name), found, unread[name]) for name, found in read.items()}
         ways = {name: ways_of(measured[name], shape, sides[name]) for name, shape in shapes.items()}
         kept, layouts = fitting(ways, shapes, sides, budget)
@@ -111,11 +113,10 @@ def _joined(before: Measured | None, found: Measured, parts: Sequence[str]) -> M
 
 
 def _unread(ways: Ways, sides: Sides | None, tasks: int, price: float) -> list[str]:
-    """Return the ways of a parameter that have directions which were not read and may be worth a price."""
+    """Return the ways of a parameter of which more must be read."""
     if sides is None:
         return []
-    available = {OWN: most_directions(sides, 1), SHARED: most_directions(sides, tasks)}
-    return [way for way, most in available.items() if way in ways and needs_more(ways[way], most, price)]
+    return unread_ways(ways, {OWN: most_directions(sides, 1), SHARED: most_directions(sides, tasks)}, price)
 
 
 def fitting(

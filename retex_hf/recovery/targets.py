@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -33,6 +34,9 @@ class Targets:
     merged: Mapping[str, Tensor]
     names: list[str]
     energies: Mapping[str, list[float]]
+    # Several parameters may be solved at once, but a source may compute a tensor with libraries that are not made for
+    # threads (an adapter's with peft).
+    _reading: Lock = field(default_factory=Lock, repr=False)
 
     @property
     def num_tasks(self) -> int:
@@ -40,7 +44,9 @@ class Targets:
 
     def expert(self, task: int, name: str) -> Tensor:
         """Return one expert's tensor, in float32 or better, on the device that computes."""
-        return _wide(self.experts.read_expert(self.experts.tasks[task], name))
+        with self._reading:
+            tensor = self.experts.read_expert(self.experts.tasks[task], name)
+        return _wide(tensor)
 
     def merged_beside(self, expert: Tensor, name: str) -> Tensor:
         """Return the merged tensor, in float32 or better, on the device of an expert's: it is stored where results are

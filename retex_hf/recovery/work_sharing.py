@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
@@ -15,6 +17,8 @@ from ..checkpoints.tensor_store import MemoryStore, Store
 from ..errors import shorten
 from ..utils.devices import enough_memory
 from ..utils.progress import track
+
+MOST_AT_ONCE = 4
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -40,16 +44,52 @@ class BuildContext:
         progress: Show progress bars.
         store: Where results are kept. It records finished work; what is known from an interrupted build is not done
             again.
+        at_once: How many parameters each process solves at the same time.
     """
 
     accelerator: Accelerator | None = None
     progress: bool = True
     store: Store = field(default_factory=MemoryStore)
+    at_once: int = 1
 
     @property
     def is_main_process(self) -> bool:
         """Return whether this is the process that writes and reports."""
         return self.accelerator is None or self.accelerator.is_main_process
+
+
+def solved_at_once(device: torch.device) -> int:
+    """Return how many parameters to solve at the same time: several on a CPU of several cores.
+
+    One decomposition hardly gains from a second core. Memory grows with their number, so there are few.
+    """
+    return min(MOST_AT_ONCE, torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def in_threads(work: Callable[[Key], Value], keys: Sequence[Key], threads: int) -> Iterator[tuple[Key, Value]]:
+    """Yield keys and `work(key)` in the order of the keys, computed by some threads; each has its share of torch's.
+
+    >>> dict(in_threads(lambda key: key**2, [3, 1, 2], threads=2))
+    {3: 9, 1: 1, 2: 4}
+    """
+    if threads == 1:
+        yield from ((key, work(key)) for key in keys)
+        return
+    usual = torch.get_num_threads()
+    learns, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def here(key: Key) -> Value:
+        # Both are settings of a thread, not of the process.
+        with torch.inference_mode(infers), torch.set_grad_enabled(learns):
+            return work(key)
+
+    pool = ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(max(1, usual // threads)))
+    try:
+        for key, future in [(key, pool.submit(here, key)) for key in keys]:
+            yield key, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(usual)  # torch also counts threads for the process, which the others have changed
 
 
 def run_dealt(
@@ -58,6 +98,7 @@ def run_dealt(
     work: Callable[[Key], Value],
     title: str,
     written: Callable[[Key], Sequence[Tensor]] | None = None,
+    at_once: int = 1,
 ) -> dict[Key, Value]:
     """Return `{key: work(key)}` on every process; one process works on each key.
 
@@ -70,6 +111,7 @@ def run_dealt(
         title: Name of the progress bar, and of this stage in the store.
         written: Function that returns the tensors that `work(key)` fills. They are sent to the other processes, unless
             all share those of the store.
+        at_once: How many keys this process works on at the same time, in threads.
     """
     accelerator, store = context.accelerator, context.store
     known = store.finished(title)
@@ -80,9 +122,16 @@ def run_dealt(
     owners = deal(todo, count)
     mine = [key for key in todo if owners[key] == rank]
     done = {}
-    for key in track(mine, title=title, unit="tensor", progress=context.progress and rank == 0):
-        with enough_memory(f"work on {shorten([key] if isinstance(key, str) else key)}"):
-            done[key] = work(key)
+
+    def guarded(key: Key) -> Value:
+        names: Any = [key] if isinstance(key, str) else key
+        with enough_memory(f"work on {shorten(names)}"):
+            return work(key)
+
+    found = in_threads(guarded, mine, at_once)
+    shown = context.progress and rank == 0
+    for key, value in track(found, title=title, unit="tensor", total=len(mine), progress=shown):
+        done[key] = value
         store.record(title, names[key], done[key])
     results = {}
     for key in costs:

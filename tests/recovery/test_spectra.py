@@ -11,7 +11,7 @@ from torch import Tensor
 from retex_hf import RetexConfig
 from retex_hf.recovery import BuildContext, encoding, krylov, spectra, storage
 from retex_hf.recovery.allocation import Directions, Kept, allocate_bytes
-from retex_hf.recovery.spectra import byte_price, measure, needs_more
+from retex_hf.recovery.spectra import byte_price, measure, unread_ways
 from retex_hf.recovery.storage import solve_storage
 from retex_hf.recovery.targets import Targets, squared_norm
 
@@ -56,12 +56,8 @@ def partial_choice(ways: dict, budget: float) -> tuple[dict, dict[str, int]]:
         }
         kept = allocate_bytes(read, budget)
         price = byte_price(kept.values())
-        unread = [
-            name
-            for name, own in read.items()
-            if price is not None
-            and any(needs_more(own[way], len(ways[name][way][0].energies), price) for way in ("own", "shared"))
-        ]
+        available = {name: {way: len(own[way][0].energies) for way in ("own", "shared")} for name, own in ways.items()}
+        unread = [name for name in ways if price is not None and unread_ways(read[name], available[name], price)]
         if not unread:
             return kept, counts
         counts |= {name: 2 * counts[name] for name in unread}
@@ -98,9 +94,25 @@ def test_another_split_of_the_last_energy_may_be_worth_more():
     energies = torch.tensor([[9.0, 0, 0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]).double()
     part, price = Directions(energies, 40, 10, 32), 0.06
     assert part.choose(price).right[-1] == 0
-    assert needs_more([part], 10, price)
-    assert not needs_more([Directions(energies[1:], 40, 10, 32)], 10, price)
-    assert not needs_more([part], 3, price)
+
+    def unread(part: Directions, available: int) -> list[str]:
+        whole = [Directions(torch.full((1, 1), 30.0), 10_000, 0) for _ in TASKS]
+        return unread_ways({"whole": whole, "shared": [part]}, {"shared": available}, price)
+
+    assert unread(part, 10) == ["shared"]
+    assert not unread(Directions(energies[1:], 40, 10, 32), 10)
+    assert not unread(part, 3)
+
+
+def test_a_way_that_cannot_catch_up_is_not_read_on():
+    """Of two ways whose last directions are worth their price, the one far behind is left alone while little of the
+    energy is left for it, and read on where enough is."""
+    own = [Directions(torch.tensor([[8.0], [4.0], [2.0]]).double(), 10, 10)] * 2
+    shared = [Directions(torch.tensor([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0]]).double(), 10, 10, 32)]
+    for energy, expected in ((15.0, ["own"]), (60.0, ["own", "shared"])):
+        whole = [Directions(torch.tensor([[energy]]), 10_000, 0)] * 2
+        ways = {"whole": whole, "own": own, "shared": shared}
+        assert unread_ways(ways, {"own": 40, "shared": 40}, 0.02) == expected
 
 
 # ---- real differences ------------------------------------------------------------------------------------------------
