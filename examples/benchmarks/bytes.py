@@ -13,7 +13,7 @@ least error in the weights, which is also how ReTeX chooses (those without a kno
 Accuracy is relative to each expert's; agreement is the share of rows with the expert's own answer (the same text, where
 answers are texts). Differences are paired by rows, with 95 % bootstrap intervals. Every size is a cell with all its
 rows, so interrupted runs resume. Writes `--out` (default `<work>/bytes.json`) and beside it `.md`, and with `--plot`
-`.png`.
+`.png`. `--known` takes rivals from such a file of an earlier run, if its experts answered the same rows alike.
 """
 
 from __future__ import annotations
@@ -132,8 +132,23 @@ def from_digits(rows: Mapping[str, str]) -> dict[str, np.ndarray]:
     return {task: np.array([digit == "1" for digit in digits]) for task, digits in rows.items()}
 
 
+Known = dict[tuple[str, str, str], dict[str, Any]]
+"""Values of cells by method, width and state."""
+
+
+def from_hex(rows: Mapping[str, str]) -> dict[str, str]:
+    """Return the digits of `as_hex`.
+
+    >>> from_hex({"a": "1b"})
+    {'a': '1011'}
+    """
+    return {task: f"{int(digits, 16):b}"[1:] for task, digits in rows.items()}
+
+
 class Bench:
     """The experts, the rows of one split, and the cells of what was measured on them."""
+
+    known: Known
 
     def __init__(self, study: Study, data: Sequence[TaskData], split: str, work: Path, only: str | None) -> None:
         self.study, self.data, self.only = study, {task.name: task for task in data}, only
@@ -145,12 +160,25 @@ class Bench:
         self.identity = study.identity("bytes", split=split, counts={task.name: len(task) for task in data})
         self._batches: dict[str, list[tuple[list[int], Batch]]] = {}
         self.own: dict[str, list[Answer]] = self._cell("experts", {}, self._own_answers)
+        self.known = {}
 
     def _cell(self, key: str, built: Any, compute: Any) -> Any:
         """Return a stored value, computing it first where needed; None where `--only` leaves it out."""
         only = None if key == "experts" else self.only
         done = run_cells(self.cells, {key: compute}, self.identity, built={key: built}, only=only, progress=False)
         return done.get(key)
+
+    def learn(self, file: Path) -> None:
+        """Take the rivals of an earlier run's results."""
+        results = json.loads(file.read_text(encoding="utf-8"))
+        if results["experts_correct"] != as_hex(self.experts_correct):
+            raise ConfigError(f"{file}: its experts answered other rows, or answered them differently.")
+        for point in results["points"]:
+            if point["method"] in RIVALS:
+                rows = {part: from_hex(point[part]) for part in ("correct", "agrees")}
+                self.known[_known_key(point["method"], point["width"], point["state"])] = {
+                    **rows, "error": point["error"]
+                }  # fmt: skip
 
     def _own_answers(self) -> dict[str, list[Answer]]:
         return {task: self.answers(self.weights.expert_body(task), task) for task in self.data}
@@ -244,13 +272,17 @@ class Bench:
         built = {"options": dict(RIVALS[label].options), "exclude": self.exclude, "share": share}
 
         def compute() -> dict[str, float]:
-            return {width: self.mean_error(self.fit(RIVALS[label], width, share)) for width in WIDTHS if width != FLOAT}
+            return {width: self.mean_error(label, width, share) for width in WIDTHS if width != FLOAT}
 
         errors = self._cell(f"{label}, errors at {100 * share:.4g} %", built, compute)
         return None if errors is None else min(errors, key=errors.__getitem__)
 
-    def mean_error(self, method: Compressed) -> float:
-        """Return the error of a fitted rival's weights, mean over tasks."""
+    def mean_error(self, label: str, width: str, share: float) -> float:
+        """Return the error of a rival's weights, mean over tasks."""
+        method = self.fit(RIVALS[label], width, share)
+        known = self.known.get(_known_key(label, width, method.state()))
+        if known is not None:
+            return known["error"]
         return float(np.mean([self.error(method.body(task), task) for task in self.data]))
 
     def rival(self, label: str, form: str, share: float | None) -> Point | None:
@@ -263,12 +295,17 @@ class Bench:
         # Stored by what it keeps: several shares may lead to the same.
         built = {"options": dict(RIVALS[label].options), "width": width, "exclude": self.exclude, "state": state}
         key = f"{label}, {width or 'its'} bits, {100 * method.added_bytes() / self.experts_bytes:.4g} %"
-        value = self._cell(key, built, lambda: self.measure((task, method.body(task)) for task in self.data))
+        known = self.known.get(_known_key(label, width, state))
+        value = known or self._cell(key, built, lambda: self.measure((task, method.body(task)) for task in self.data))
         if value is None:
             return None
         size = method.added_bytes()
         budget = size / self.experts_bytes if share is None else share
         return self.point(label, width, budget, size, state, value)
+
+
+def _known_key(method: str, width: str, state: Any) -> tuple[str, str, str]:
+    return method, width, json.dumps(state, sort_keys=True)
 
 
 def planned(
@@ -438,6 +475,7 @@ def main() -> None:
         forms={"nargs": "+", "default": FORMS, "choices": FORMS, "help": "of rivals that leave their bits open"},
         tasks={"type": int, "help": "the first so many tasks; default: all"},
         out={"type": Path, "help": "results; default: bytes.json in the work dir"},
+        known={"type": Path, "help": "results of an earlier run, to take rivals from"},
         plot={"action": "store_true", "help": "draw the curves"},
     )
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
@@ -446,6 +484,8 @@ def main() -> None:
             raise ConfigError(f"--tasks must be between 1 and {len(study.tasks)}, not {arguments.tasks}.")
         study = study.subset(arguments.tasks)
     bench = Bench(study, rows_of(study, arguments.split), arguments.split, arguments.work_dir, arguments.only)
+    if arguments.known is not None:
+        bench.learn(arguments.known)
     shares = [share / 100 for share in arguments.shares]
     points = measure_all(bench, arguments.methods, shares, arguments.forms)
     rows = tabulate(points, bench.experts_correct)
