@@ -34,6 +34,8 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 UNREAD = ("tag:yaml.org,2002:omap", "tag:yaml.org,2002:pairs")
 # A JSON string, with escaped quotes and backslashes removed beforehand, and any run of characters without brackets.
 STRING, NO_BRACKETS = re.compile('"[^"]*"'), re.compile(r"[^\[\]{}]+")
+# What half a character (a surrogate) is written as; two of them may be a whole one.
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def read_json(
@@ -81,7 +83,8 @@ def parse_json(
     try:
         _check_levels(text)
         value = json_decoder(infinite=infinite).decode(text)
-        check_encodable(value)
+        if HALF_CHARACTER.search(text):  # few texts have any, and encoding a large one again takes seconds
+            check_encodable(value)
     except ValueError as problem:
         raise error(f"{name} is not valid JSON: {first_line(problem).rstrip('.')}.") from None
     return _checked(value, kind, name, error, "a JSON object")
