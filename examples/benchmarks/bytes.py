@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from retex_hf.artifact.plots import DPI
 from retex_hf.baselines import expert_weights, make
 from retex_hf.baselines.compressed import Compressed
 from retex_hf.baselines.merges import source_body
+from retex_hf.build.plan import prepare
 from retex_hf.config import matches
 from retex_hf.data.readout import Answer
 from retex_hf.errors import ConfigError
@@ -51,7 +53,8 @@ FORMS = (ROUNDED, FLOAT)
 WIDTHS = {FLOAT: None, "2": 2, "3": 3, "4": 4, "8": 8}
 # The width of rounded systems whose size follows from it: fewer bits are not worse by error alone.
 FIXED_WIDTH = "3"
-MERGED = "merged alone"
+MERGED, ONE_RANK = "merged alone", "one rank, int8"
+LARGEST_RANK = 1024
 ON_MERGED, ON_BASE = {"reference": "average"}, {"reference": "pretrained"}
 FIGURES = ("normalised", "worst", "agreement")
 
@@ -237,17 +240,30 @@ class Bench:
 
     def retex(self, budget: float) -> Point | None:
         """Measure ReTeX at a share of the experts' bytes."""
+        return self._retex(RETEX, {"storage": budget}, budget)
 
+    def one_rank(self, budget: float) -> Point | None:
+        """Measure the paper's form, one rank and one shared factor, in int8: at the largest rank that fits a share."""
+
+        def size(**options: Any) -> int:
+            material, config = self.study.material, RetexConfig(**options, exclude=self.exclude)
+            return prepare(material.base, material.experts, config, on_meta=True).estimate().disk
+
+        int8 = {"recovery_dtype": "int8"}
+        rank = bisect_right(range(1, LARGEST_RANK), size(storage=budget), key=lambda rank: size(rank=rank, **int8))
+        return self._retex(ONE_RANK, {"rank": rank, **int8}, budget) if rank else None
+
+    def _retex(self, label: str, options: dict[str, Any], budget: float) -> Point | None:
         def compute() -> dict[str, Any]:
-            config = RetexConfig(storage=budget, exclude=self.exclude)
+            config = RetexConfig(**options, exclude=self.exclude)
             material = self.study.material
             model = RetexModel.from_experts(material.base, material.experts, config, progress=False)
             found = self.measure((task, self._recovered(model, task)) for task in self.data)
             return {**found, "bytes": recovery_bytes(model)}
 
-        key = f"{RETEX}, {100 * budget:.4g} %"
-        value = self._cell(key, {"storage": budget, "exclude": self.exclude}, compute)
-        return None if value is None else self.point(RETEX, "", budget, value["bytes"], {}, value)
+        key = f"{label}, {100 * budget:.4g} %"
+        value = self._cell(key, {**options, "exclude": self.exclude}, compute)
+        return None if value is None else self.point(label, "", budget, value["bytes"], options, value)
 
     def _recovered(self, model: RetexModel, task: str) -> Weights:
         state = model.recover(task)

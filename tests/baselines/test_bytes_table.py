@@ -16,6 +16,7 @@ from materials import make_material
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import bytes as script
+import growing
 from experiment import RETEX, Study
 from recipes import Recipe
 
@@ -176,3 +177,28 @@ def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
     file.write_text(json.dumps(results))
     with pytest.raises(ConfigError, match="its experts answered other rows"):
         again.learn(file)
+
+
+def test_one_rank_is_the_largest_that_fits(bench_of):
+    bench = bench_of("bert")
+    found, more = bench.one_rank(0.2), bench.one_rank(0.4)
+    assert found is not None and more is not None and bench.one_rank(1e-6) is None
+    assert 0.1 < found.share <= 0.2 < more.share <= 0.4
+    assert found.state["rank"] < more.state["rank"] and found.error > more.error
+
+
+def test_growing_numbers_of_tasks(bench_of, tmp_path):
+    study = bench_of("bert").study
+    rows = []
+    for size in (2, 3):
+        found = growing.points_of(study.subset(size), 0.3, tmp_path, None)
+        assert [point.method for point, _ in found] == [script.MERGED, RETEX, script.ONE_RANK, "SVD on merged"]
+        rows += [growing.row(point, experts, study.tasks[:2]) for point, experts in found]
+        merged, _ = found[0]
+        shares = [merged.agrees[task].mean() for task in study.tasks[:size]]
+        last = rows[-len(found)]
+        assert last["tasks"] == size
+        assert last["agreement"]["value"] == pytest.approx(np.mean(shares))
+        assert last["first"]["agreement"]["value"] == pytest.approx(np.mean(shares[:2]))
+    assert growing.markdown(rows, 2).count("\n| ") == 1 + len(rows)
+    assert len(growing.figure(rows).axes) == 2
