@@ -7,8 +7,10 @@ ReTeX with `storage=` and all systems that keep experts in few bytes (`retex_hf.
 beside one model and the heads, as a share (in per cent) of the bytes of all experts; rules in
 `retex_hf/baselines/compressed.py`. Systems with a knob take the largest setting that fits each of `--shares`; those
 without have one size, and ReTeX is built at that size too. Systems that leave the number of bits open run in bfloat16,
-which is close to how they were published, and rounded as ReTeX rounds: at whichever of 2, 3, 4 and 8 bits leaves the
-least error in the weights, which is also how ReTeX chooses (those without a knob at 3 bits). Nothing is chosen by rows.
+which is close to how they were published, and rounded as ReTeX rounds: at the bits, of factors and of vectors, that
+leave the least error as ReTeX counts it (those without a knob at 3 bits). Nothing is chosen by rows. "ReTeX on the
+base" is ReTeX with the base in place of the merged model: bits by allocation to singular vectors of task vectors, as
+in ADAMIX.
 
 Accuracy is relative to each expert's; agreement is the share of rows with the expert's own answer (the same text, where
 answers are texts). Differences are paired by rows, with 95 % bootstrap intervals. Every size is a cell with all its
@@ -36,7 +38,7 @@ from tqdm.auto import tqdm
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.artifact.plots import DPI
 from retex_hf.baselines import expert_weights, make
-from retex_hf.baselines.compressed import Compressed
+from retex_hf.baselines.compressed import BEST, Compressed
 from retex_hf.baselines.merges import source_body
 from retex_hf.build.plan import prepare
 from retex_hf.config import matches
@@ -50,11 +52,11 @@ from retex_hf.merging.expert_weights import Weights
 SHARES = (0.25, 0.5, 1, 2, 4, 8, 16)
 FLOAT, ROUNDED = "float", "rounded"
 FORMS = (ROUNDED, FLOAT)
-WIDTHS = {FLOAT: None, "2": 2, "3": 3, "4": 4, "8": 8}
-# The width of rounded systems whose size follows from it: fewer bits are not worse by error alone.
-FIXED_WIDTH = "3"
-MERGED, ONE_RANK = "merged alone", "one rank, int8"
+# The bits of rounded systems whose size follows from them: by error alone, the most would be the best.
+FIXED_BITS = 3
+MERGED, ONE_RANK, AROUND_BASE = "merged alone", "one rank, int8", "ReTeX on the base"
 LARGEST_RANK = 1024
+BASE_MERGE = {"method": "task_arithmetic", "scale": 0.0}
 ON_MERGED, ON_BASE = {"reference": "average"}, {"reference": "pretrained"}
 FIGURES = ("normalised", "worst", "agreement")
 
@@ -73,10 +75,11 @@ class Rival:
 RIVALS = {
     "SVD on merged": Rival("svd", ON_MERGED),
     "Delta-CoMe on merged": Rival("delta_come", ON_MERGED, has_bits=False),
+    "Delta-CoMe on merged, scaled": Rival("delta_come", {**ON_MERGED, "scaled": True}, has_bits=False),
     "sparse ternary on merged": Rival("sparse_ternary", ON_MERGED, has_bits=False),
     "BitDelta on merged": Rival("bitdelta", ON_MERGED, has_knob=False, has_bits=False),
     "SVD on base": Rival("svd", ON_BASE),
-    "LoRA extraction": Rival("lora_extraction"),
+    "LoRA, linear layers only": Rival("lora_extraction"),
     "TSV-C": Rival("tsv_c"),
     "TSV-C, 1/T": Rival("tsv_c", has_knob=False),
     "Delta-CoMe": Rival("delta_come", ON_BASE, has_bits=False),
@@ -176,6 +179,8 @@ class Bench:
         results = json.loads(file.read_text(encoding="utf-8"))
         if results["experts_correct"] != as_hex(self.experts_correct):
             raise ConfigError(f"{file}: its experts answered other rows, or answered them differently.")
+        if results["recipe"]["config"].get("exclude", []) != self.exclude:
+            raise ConfigError(f"{file}: its systems recover other tensors; the recipe's `exclude` must be the same.")
         for point in results["points"]:
             if point["method"] in RIVALS:
                 rows = {part: from_hex(point[part]) for part in ("correct", "agrees")}
@@ -242,6 +247,10 @@ class Bench:
         """Measure ReTeX at a share of the experts' bytes."""
         return self._retex(RETEX, {"storage": budget}, budget)
 
+    def around_base(self, budget: float) -> Point | None:
+        """Measure ReTeX with the base in place of the merged model."""
+        return self._retex(AROUND_BASE, {"storage": budget, "merge": BASE_MERGE}, budget)
+
     def one_rank(self, budget: float) -> Point | None:
         """Measure the paper's form, one rank and one shared factor, in int8: at the largest rank that fits a share."""
 
@@ -269,55 +278,31 @@ class Bench:
         state = model.recover(task)
         return {name: state[name].float() for name in self.weights.base}
 
-    def fit(self, rival: Rival, width: str, share: float | None) -> Compressed:
-        """Return a rival, fitted; this takes no time before its bodies are asked for."""
+    def fit(self, rival: Rival, form: str, share: float | None) -> Compressed:
+        """Return a rival, fitted."""
         options = {**rival.options, "exclude": self.exclude}
         if share is not None:
             options["storage"] = share
         if rival.has_bits:
-            options["bits"] = WIDTHS[width]
+            options["bits"] = None if form == FLOAT else FIXED_BITS if share is None else BEST
         method = make(rival.baseline, **options)
         assert isinstance(method, Compressed)
         method.fit(self.study.material)
         return method
 
-    def width(self, label: str, form: str, share: float | None) -> str | None:
-        """Return the width of a rival in a form: rounded, the one of the least error; None where it is left out."""
-        if form != ROUNDED or share is None:
-            return FIXED_WIDTH if form == ROUNDED else form
-        built = {"options": dict(RIVALS[label].options), "exclude": self.exclude, "share": share}
-
-        def compute() -> dict[str, float]:
-            return {width: self.mean_error(label, width, share) for width in WIDTHS if width != FLOAT}
-
-        errors = self._cell(f"{label}, errors at {100 * share:.4g} %", built, compute)
-        return None if errors is None else min(errors, key=errors.__getitem__)
-
-    def mean_error(self, label: str, width: str, share: float) -> float:
-        """Return the error of a rival's weights, mean over tasks."""
-        method = self.fit(RIVALS[label], width, share)
-        known = self.known.get(_known_key(label, width, method.state()))
-        if known is not None:
-            return known["error"]
-        return float(np.mean([self.error(method.body(task), task) for task in self.data]))
-
     def rival(self, label: str, form: str, share: float | None) -> Point | None:
         """Measure a rival at a share of the experts' bytes, or at its only size."""
-        width = self.width(label, form, share)
-        if width is None:
-            return None
-        method = self.fit(RIVALS[label], width, share)
-        state = method.state()
+        method = self.fit(RIVALS[label], form, share)
+        state, size = method.state(), method.added_bytes()
+        width = "" if not RIVALS[label].has_bits else FLOAT if form == FLOAT else str(method.bits)
         # Stored by what it keeps: several shares may lead to the same.
         built = {"options": dict(RIVALS[label].options), "width": width, "exclude": self.exclude, "state": state}
-        key = f"{label}, {width or 'its'} bits, {100 * method.added_bytes() / self.experts_bytes:.4g} %"
+        key = f"{label}, {width or 'its'} bits, {100 * size / self.experts_bytes:.4g} %"
         known = self.known.get(_known_key(label, width, state))
         value = known or self._cell(key, built, lambda: self.measure((task, method.body(task)) for task in self.data))
         if value is None:
             return None
-        size = method.added_bytes()
-        budget = size / self.experts_bytes if share is None else share
-        return self.point(label, width, budget, size, state, value)
+        return self.point(label, width, size / self.experts_bytes if share is None else share, size, state, value)
 
 
 def _known_key(method: str, width: str, state: Any) -> tuple[str, str, str]:
@@ -342,6 +327,8 @@ def measure_all(bench: Bench, methods: Sequence[str], shares: Sequence[float], f
     found = [bench.merged()]
     if RETEX in methods:
         found += [bench.retex(share) for share in tqdm(shares, desc=RETEX, unit="cell")]
+    if AROUND_BASE in methods:
+        found += [bench.around_base(share) for share in tqdm(shares, desc=AROUND_BASE, unit="cell")]
     for one in tqdm(plan, desc="rivals", unit="cell"):
         point = bench.rival(*one)
         found.append(point)
@@ -409,15 +396,15 @@ def tabulate(points: Sequence[Point], experts: Mapping[str, np.ndarray]) -> list
     ]
 
 
-def markdown(rows: Sequence[Row], title: str) -> str:
-    """Format the summary and the table."""
-    columns = ["method", "bits", "budget (%)", "added (%)", "normalised accuracy", "worst task", "agreement"]
+def markdown(rows: Sequence[Row], title: str, weight_bytes: int = 4) -> str:
+    """Format the summary and the table; the experts' weights have so many bytes each."""
+    columns = ["method", "bits", "budget (%)", "added (%)", "bits per weight", "accuracy", "worst task", "agreement"]
     columns += ["error", f"{RETEX} minus this, accuracy", "worst task", "agreement"]
     lines = []
     for row in rows:
         point, lead = row.point, row.results.get("lead")
         cells: list[Any] = [point.method, {FLOAT: "16", "": ""}.get(point.width, point.width)]
-        cells += [f"{100 * point.budget:.3g}", f"{100 * point.share:.3g}"]
+        cells += [f"{100 * point.budget:.3g}", f"{100 * point.share:.3g}", f"{8 * weight_bytes * point.share:.2g}"]
         cells += [row.results[name].value for name in FIGURES] + [point.error]
         cells += [None if lead is None else in_points(lead[name]) for name in FIGURES]
         lines.append(cells)
@@ -426,10 +413,13 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Format, for every figure, how often rivals are behind ReTeX at the same size, level, or ahead."""
+    """Format, for every figure, how often rivals are behind ReTeX at the same size, level, or ahead.
+
+    Of the two forms of a rival only the rounded one counts: bfloat16 at the same size is hardly ever better.
+    """
     lines = []
     for name in FIGURES:
-        leads = [row.results["lead"][name] for row in rows if "lead" in row.results]
+        leads = [row.results["lead"][name] for row in rows if "lead" in row.results and row.point.width != FLOAT]
         behind, ahead = sum(lead.low > 0 for lead in leads), sum(lead.high < 0 for lead in leads)
         lines.append([name, behind, len(leads) - behind - ahead, ahead])
     columns = ["figure", "rivals behind", "level (zero is inside the interval)", "ahead"]
@@ -482,7 +472,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def main() -> None:
-    names = [RETEX, *RIVALS]
+    names = [RETEX, AROUND_BASE, *RIVALS]
     recipe, arguments = parse(
         __doc__,
         split={"choices": ("validation", "test"), "default": "test", "help": "rows to answer"},

@@ -32,15 +32,16 @@ def summary(suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = []
     for suite, points in suites.items():
         for ours in (point for point in points if point["method"] == RETEX):
-            rivals = [p for p in points if p["budget"] == ours["budget"] and "lead" in p["figures"]]
+            # Of the two forms of a rival only the rounded one counts.
+            same = [point for point in points if point["budget"] == ours["budget"] and point["width"] != "float"]
+            rivals = [point for point in same if "lead" in point["figures"]]
             if not rivals:
                 continue
             best = max(rivals, key=lambda point: point["figures"]["agreement"]["value"])
             figures = [ours["figures"][name]["value"] for name in ("normalised", "worst", "agreement")]
-            name = best["method"] + (", bfloat16" if best["width"] == "float" else "")
             counts = [counted(rivals, figure) for figure in ("normalised", "agreement")]
             size = f"{100 * ours['budget']:.3g}"
-            rows.append([suite, size, *figures, name, best["figures"]["agreement"]["value"], *counts])
+            rows.append([suite, size, *figures, best["method"], best["figures"]["agreement"]["value"], *counts])
     return markdown_table(COLUMNS, rows)
 
 

@@ -22,6 +22,8 @@ from .bodies import TaskBodies
 from .differences import Differences, Reference, differences_from
 
 PRETRAINED, AVERAGE = "pretrained", "average"
+# Let a system choose the bits that leave the least error.
+BEST = "best"
 # The names of usual references in tables.
 REFERENCES = {PRETRAINED: "base", AVERAGE: "merged"}
 
@@ -109,18 +111,18 @@ class Budgeted(Compressed):
         return storage_bytes(self.storage, self.experts_bytes())
 
 
-def check_bits(owner: object, bits: int | None) -> int | None:
+def check_bits(owner: object, bits: int | str | None) -> int | None:
     """Return a number of bits per number, or None for bfloat16; refuse others."""
-    if bits is not None and (isinstance(bits, bool) or bits not in BITS):
+    if bits is not None and (not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS):
         raise ConfigError(f"{type(owner).__name__}: bits must be None (bfloat16) or one of {BITS}, not {bits!r}.")
     return bits
 
 
-def in_words(bits: int | None) -> str:
+def in_words(bits: int | str | None) -> str:
     """Return a number of bits as it is shown in names.
 
-    >>> in_words(None), in_words(4)
-    ('bfloat16', '4 bits')
+    >>> in_words(None), in_words(4), in_words("best")
+    ('bfloat16', '4 bits', 'best bits')
     """
     return "bfloat16" if bits is None else f"{bits} bits"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -22,10 +23,12 @@ from ..config import matches
 from ..evaluation.method import Material
 from ..merging.expert_weights import ExpertWeights, Weights
 from ..recovery.closed_form import right_vectors
-from ..recovery.codes import SCALE_BITS, codebook, decode, encode, packed_bytes
+from ..recovery.codes import SCALE_BITS, codebook, decode, encode, lost_energy, packed_bytes
 from ..recovery.components import GROUP
 from ..recovery.encoding import best_columns
 from ..recovery.layout import Sides, matrix_sides
+from ..recovery.targets import squared_norm
+from ..recovery.weighting import task_weights
 from .merges import source_body
 from .weights import expert_weights
 
@@ -42,6 +45,10 @@ class Whole:
     """A tensor stored as it is, at some bits per number; None: bfloat16."""
 
     bits: int | None
+
+    def lost(self, energy: float, spectrum: Tensor | None) -> float:
+        """Return the energy that storage is expected to lose, of a tensor of this energy."""
+        return energy * rounding_loss(self.bits)
 
     def bytes(self, numbers: int) -> int:
         """Return the bytes of a tensor of so many numbers.
@@ -75,6 +82,19 @@ class Factors:
         """Return how many components there are."""
         return sum(count for count, _ in self.runs)
 
+    def lost(self, energy: float, spectrum: Tensor | None) -> float:
+        """Return the energy that storage is expected to lose, of matrices with these energies (batch, k) of directions.
+
+        As in ReTeX's allocation (`retex_hf.recovery.allocation`): rounding loses a share of a direction, and another
+        one of its column.
+        """
+        assert spectrum is not None  # only matrices are factored
+        parts = spectrum[:, : self.rank].sum(0).split([count for count, _ in self.runs])
+        kept = [
+            (1 - rounding_loss(bits)) ** 2 * part.sum().item() for part, (_, bits) in zip(parts, self.runs, strict=True)
+        ]
+        return energy - sum(kept)
+
     def bytes(self, sides: Sides) -> int:
         """Return the bytes of the factors of a stack of matrices.
 
@@ -94,6 +114,11 @@ class Factors:
     def _split(self, rows: Tensor) -> list[tuple[Tensor, int | None]]:
         counts = [count for count, _ in self.runs]
         return list(zip(rows.split(counts), (bits for _, bits in self.runs), strict=True))
+
+
+def rounding_loss(bits: int | None) -> float:
+    """Return the share of a vector's energy that rounding loses; bfloat16 loses next to nothing."""
+    return 0.0 if bits is None else lost_energy(bits)
 
 
 def _run_bytes(count: int, bits: int | None, rows: int, columns: int) -> int:
@@ -132,7 +157,7 @@ class Differences:
             moved = any(bool((base + vector != reference[name]).any()) for vector in weights.vectors[name])
             if moved and not matches(name, exclude):
                 self.sides[name] = matrix_sides(tuple(base.shape), name in convolutions)
-        self._directions: dict[tuple[str, str], Tensor] = {}
+        self._directions: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     @property
     def matrices(self) -> dict[str, Sides]:
@@ -153,21 +178,44 @@ class Differences:
         own = self.weights.vectors[name][self.weights.tasks.index(task)]
         return self.weights.base[name] + own - self.reference[name]
 
-    def directions(self, task: str, name: str) -> Tensor:
-        """Return all right singular vectors of a task's difference as rows (batch, k, b), the strongest first."""
+    def directions(self, task: str, name: str) -> tuple[Tensor, Tensor]:
+        """Return all right singular vectors of a task's difference as rows (batch, k, b), the strongest first, and the
+        energy of each (batch, k)."""
         if (task, name) not in self._directions:
             sides = self.matrices[name]
             stack = self.of(task, name).reshape(sides)
-            found = [right_vectors([matrix], min(sides[1:])) for matrix in stack]
-            self._directions[task, name] = torch.stack(found).float()
+            rows = torch.stack([right_vectors([matrix], min(sides[1:])) for matrix in stack]).float()
+            self._directions[task, name] = rows, (stack @ rows.mT).square().sum(1)
         return self._directions[task, name]
+
+    @cached_property
+    def energies(self) -> dict[str, list[float]]:
+        """Return the energy of every task's difference in every tensor."""
+        return {name: [squared_norm(self.of(task, name)) for task in self.weights.tasks] for name in self.sides}
+
+    @cached_property
+    def importance(self) -> dict[str, list[float]]:
+        """Return the weight of every task's error in every tensor, as ReTeX counts it around the average."""
+        vectors = {name: self.weights.vectors[name] for name in self.sides}
+        centred = {name: [squared_norm(own - sum(all_) / len(all_)) for own in all_] for name, all_ in vectors.items()}
+        return task_weights(centred, "tasks")
+
+    def expected_error(self, forms: Mapping[str, Form]) -> float:
+        """Return the error that forms leave: the sum over tasks and tensors that ReTeX makes as small as it can."""
+        error = 0.0
+        for name, weights in self.importance.items():
+            form = forms.get(name)
+            for task, weight, energy in zip(self.weights.tasks, weights, self.energies[name], strict=True):
+                spectrum = self.directions(task, name)[1] if isinstance(form, Factors) else None
+                error += weight * (energy if form is None else form.lost(energy, spectrum))
+        return error
 
     def stored(self, task: str, name: str, form: Form) -> Tensor:
         """Return a task's difference as it is after storage."""
         difference = self.of(task, name)
         if isinstance(form, Whole):
             return form.stored(difference)
-        pairs = zip(difference.reshape(self.matrices[name]), self.directions(task, name), strict=True)
+        pairs = zip(difference.reshape(self.matrices[name]), self.directions(task, name)[0], strict=True)
         return torch.stack([form.stored(matrix, rows) for matrix, rows in pairs]).view(difference.shape)
 
     def bytes(self, forms: Mapping[str, Form]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError
 from ..recovery.layout import Sides
-from .compressed import AVERAGE, PRETRAINED, Budgeted, check_bits, in_words, on
+from .compressed import AVERAGE, BEST, PRETRAINED, Budgeted, check_bits, in_words, on
 from .differences import Factors, Form, Reference, Whole
 
+# What the bits of factors and of vectors are chosen from.
+WIDTHS = (2, 3, 4, 5, 6, 8)
 # Loses 3e-5 of a vector's energy, which is as good as exact, for half the bytes of bfloat16.
 VECTOR_BITS = 8
 SHARED_EXPERT = {"method": "task_arithmetic", "scale": 0.3}
@@ -24,16 +27,28 @@ LEADING_OF = 4096
 LAST_BITS = 2
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A setting that fits, and the error that is expected of it."""
+
+    setting: int
+    bits: int | None
+    vectors: Whole | None
+    forms: dict[str, Form]
+    error: float
+
+
 class TaskSVD(Budgeted):
     """One rank for all matrices: the best approximation of each task's difference, at a number of bits per number.
 
     What the bytes of a whole rank leave over buys one more rank for the first matrices of the model. A matrix whose
-    factors would take no fewer bytes than the matrix is stored whole. Vectors are stored at 8 bits (in bfloat16 where
-    factors are) unless no rank would be left for them.
+    factors would take no fewer bytes than the matrix is stored whole. Vectors are kept or not, at whichever bits leave
+    the least error (`Differences.expected_error`); in bfloat16 where factors are.
 
     Args:
         storage: See `Budgeted`.
-        bits: Bits per number of factors; None: bfloat16.
+        bits: Bits per number of factors; None: bfloat16; "best": those of 2, 3, 4, 5, 6 and 8 that leave the least
+            error.
         reference: See `Compressed`.
         exclude: See `Compressed`.
     """
@@ -46,32 +61,39 @@ class TaskSVD(Budgeted):
         self,
         storage: float | str = 0.01,
         *,
-        bits: int | None = None,
+        bits: int | str | None = None,
         reference: Reference = AVERAGE,
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(storage, reference, exclude)
-        self.bits = check_bits(self, bits)
+        self.asked = bits
+        self.bits: int | None = None if bits == BEST else check_bits(self, bits)
 
     def label(self) -> str:
-        return f"{self.title} {on(self.reference)}, {in_words(self.bits)}"
+        return f"{self.title} {on(self.reference)}, {in_words(self.asked)}"
 
     def compress(self) -> None:
-        for vectors in (True, False) if self.keeps_vectors else (False,):
-            self.setting = self._largest_fitting(vectors)
-            if self.setting >= len(self.candidates()):  # a rank for every matrix
-                break
-        # Nothing at all may be affordable.
-        self.forms = self.forms_at(self.setting, vectors) if self.setting > 0 else {}
+        widths = WIDTHS if self.asked == BEST else (self.bits,)
+        fits = [self.fitting(bits, vectors) for bits in widths for vectors in self.vector_forms(bits)]
+        best = min(fits, key=lambda fit: fit.error)
+        self.setting, self.bits, self.vectors, self.forms = best.setting, best.bits, best.vectors, best.forms
 
-    def _largest_fitting(self, vectors: bool) -> int:
-        """Return the largest setting whose bytes fit; -1 if the vectors alone do not."""
+    def vector_forms(self, bits: int | None) -> list[Whole | None]:
+        """Return the ways to keep vectors; None is to leave them at the reference's values."""
+        if not self.keeps_vectors:
+            return [None]
+        return [None, Whole(None)] if bits is None else [None, *map(Whole, WIDTHS)]
+
+    def fitting(self, bits: int | None, vectors: Whole | None) -> Fit:
+        """Return the largest setting whose bytes fit, at some bits; nothing is kept if the vectors alone do not."""
 
         def size(setting: int) -> int:
-            return len(self.weights.tasks) * self.differences.bytes(self.forms_at(setting, vectors))
+            return len(self.weights.tasks) * self.differences.bytes(self.forms_at(setting, bits, vectors))
 
         settings = range(self.largest() * len(self.candidates()) + 1)
-        return bisect_right(settings, self.budget(), key=size) - 1
+        setting = bisect_right(settings, self.budget(), key=size) - 1
+        forms = self.forms_at(setting, bits, vectors) if setting >= 0 else {}
+        return Fit(setting, bits, vectors, forms, self.differences.expected_error(forms))
 
     def largest(self) -> int:
         """Return the largest rank that any matrix may have."""
@@ -90,23 +112,22 @@ class TaskSVD(Budgeted):
         """Return the rank of a matrix at a step, of which there are as many as the largest rank."""
         return min(step, self.full_rank(sides))
 
-    def runs(self, sides: Sides, rank: int) -> tuple[tuple[int, int | None], ...]:
+    def runs(self, sides: Sides, rank: int, bits: int | None) -> tuple[tuple[int, int | None], ...]:
         """Return the components of a matrix as `(count, bits)`."""
-        return ((rank, self.bits),)
+        return ((rank, bits),)
 
-    def forms_at(self, setting: int, vectors: bool) -> dict[str, Form]:
+    def forms_at(self, setting: int, bits: int | None, vectors: Whole | None) -> dict[str, Form]:
         """Return what is kept of every tensor at a setting: a step for each of the matrices in turn, then the next."""
         forms: dict[str, Form] = {}
         step, further = divmod(setting, max(len(self.candidates()), 1))
         for place, (name, sides) in enumerate(self.candidates().items()):
             rank = self.rank(sides, step + (place < further))
             if rank:
-                factors, whole = Factors(self.runs(sides, rank)), Whole(self.bits)
+                factors, whole = Factors(self.runs(sides, rank, bits)), Whole(bits)
                 larger = factors.bytes(sides) >= whole.bytes(self.differences.numbers(name))
                 forms[name] = whole if self.allows_whole and larger else factors
-        if vectors:
-            kept = Whole(None if self.bits is None else VECTOR_BITS)
-            forms |= dict.fromkeys(self.differences.vectors, kept)
+        if vectors is not None:
+            forms |= dict.fromkeys(self.differences.vectors, vectors)
         return forms
 
     def offsets(self, task: str) -> Iterator[tuple[str, Tensor]]:
@@ -117,18 +138,20 @@ class TaskSVD(Budgeted):
         return len(self.weights.tasks) * self.differences.bytes(self.forms)
 
     def state(self) -> dict[str, Any]:
-        vectors = any(name in self.forms for name in self.differences.vectors)
-        return {**super().state(), "rank": self.setting / max(len(self.candidates()), 1), "vectors": vectors}
+        vectors = None if self.vectors is None else self.vectors.bits or "bfloat16"
+        rank = max(self.setting, 0) / max(len(self.candidates()), 1)
+        return {**super().state(), "rank": rank, "bits": self.bits, "vectors": vectors}
 
 
 class LoRAExtraction(TaskSVD):
-    """A LoRA extracted from each expert, as PEFT and mergekit do it: one rank, on the weights of linear layers.
+    """A LoRA extracted from each expert, as every server takes it: one rank, on the weights of linear layers.
 
-    On the base; biases, norms, convolutions and everything else stay the base's.
+    On the base; biases, norms, convolutions and everything else stay the base's. (mergekit's `mergekit-extract-lora`
+    adds these to the adapter: that is `TaskSVD` on the base.)
 
     Args:
         storage: See `Budgeted`.
-        bits: Bits per number of factors; None: bfloat16.
+        bits: See `TaskSVD`.
         exclude: See `Compressed`.
     """
 
@@ -136,7 +159,9 @@ class LoRAExtraction(TaskSVD):
     allows_whole = False
     keeps_vectors = False
 
-    def __init__(self, storage: float | str = 0.01, *, bits: int | None = None, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, storage: float | str = 0.01, *, bits: int | str | None = None, exclude: Sequence[str] = ()
+    ) -> None:
         super().__init__(storage, bits=bits, reference=PRETRAINED, exclude=exclude)
 
     def candidates(self) -> dict[str, Sides]:
@@ -159,17 +184,19 @@ class TwinCompression(RankShare):
 
     Args:
         storage: See `Budgeted`.
-        bits: Bits per number of factors; None: bfloat16.
+        bits: See `TaskSVD`.
         exclude: See `Compressed`.
     """
 
     title = "Twin-Merging's compression"
 
-    def __init__(self, storage: float | str = 0.01, *, bits: int | None = None, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, storage: float | str = 0.01, *, bits: int | str | None = None, exclude: Sequence[str] = ()
+    ) -> None:
         super().__init__(storage, bits=bits, reference=SHARED_EXPERT, exclude=exclude)
 
     def label(self) -> str:
-        return f"{self.title}, {in_words(self.bits)}"
+        return f"{self.title}, {in_words(self.asked)}"
 
 
 class TSVC(RankShare):
@@ -177,26 +204,29 @@ class TSVC(RankShare):
 
     Args:
         storage: See `Budgeted`; default: the authors' share, whatever its size.
-        bits: Bits per number of factors; None: bfloat16.
+        bits: See `TaskSVD`.
         exclude: See `Compressed`.
     """
 
     title = "TSV-C"
 
     def __init__(
-        self, storage: float | str | None = None, *, bits: int | None = None, exclude: Sequence[str] = ()
+        self, storage: float | str | None = None, *, bits: int | str | None = None, exclude: Sequence[str] = ()
     ) -> None:
         super().__init__("100%" if storage is None else storage, bits=bits, reference=PRETRAINED, exclude=exclude)
         self.authors_share = storage is None
+        if self.authors_share and bits == BEST:
+            raise ConfigError('TSVC: bits="best" needs a storage, because without one the most bits are the best.')
 
     def label(self) -> str:
-        return f"{self.title}{' (1/T)' if self.authors_share else ''}, {in_words(self.bits)}"
+        return f"{self.title}{' (1/T)' if self.authors_share else ''}, {in_words(self.asked)}"
 
     def compress(self) -> None:
         if not self.authors_share:
             return super().compress()
         self.setting = -(-self.largest() // len(self.weights.tasks)) * len(self.candidates())
-        self.forms = self.forms_at(self.setting, vectors=True)
+        self.vectors = Whole(None if self.bits is None else VECTOR_BITS)
+        self.forms = self.forms_at(self.setting, self.bits, self.vectors)
 
 
 class DeltaCoMe(TaskSVD):
@@ -231,7 +261,7 @@ class DeltaCoMe(TaskSVD):
     def label(self) -> str:
         return f"{self.title} {on(self.reference)}{', scaled' if self.scaled else ''}"
 
-    def runs(self, sides: Sides, rank: int) -> tuple[tuple[int, int | None], ...]:
+    def runs(self, sides: Sides, rank: int, bits: int | None) -> tuple[tuple[int, int | None], ...]:
         runs: list[tuple[int, int | None]] = []
         left = rank
         for count, bits in LEADING:

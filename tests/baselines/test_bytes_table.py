@@ -20,7 +20,6 @@ import growing
 from experiment import RETEX, Study
 from recipes import Recipe
 
-from retex_hf.baselines.differences import Factors
 from retex_hf.errors import ConfigError
 
 
@@ -85,7 +84,7 @@ def test_excluded_tensors_do_not_count_in_the_error(bench_of):
     bench = bench_of("bert", ("*embeddings*",))
     point = bench.rival("SVD on merged", "float", 0.6)
     assert point is not None and point.error < 0.01
-    method = bench.fit(script.RIVALS["SVD on merged"], "float", 0.01)
+    method = bench.fit(script.RIVALS["SVD on merged"], script.FLOAT, 0.01)
     assert not any("embeddings" in name for name in method.differences.sides)
 
 
@@ -118,21 +117,14 @@ def test_differences_are_paired_by_rows():
         assert (lead.value, lead.low, lead.high) == (0, 0, 0)
 
 
-def test_rounded_rivals_have_the_width_of_the_least_error(bench_of):
-    bench = bench_of("bert")
-    found = bench.rival("SVD on merged", script.ROUNDED, 0.1)
-    assert found is not None
-    errors = {width: bench.mean_error("SVD on merged", width, 0.1) for width in ("2", "3", "4", "8")}
-    assert found.error == pytest.approx(min(errors.values())) and errors[found.width] == min(errors.values())
-    assert len(set(errors.values())) == 4
-
-
 def test_the_summary_counts_who_is_ahead():
     right, wrong = [[1] * 40, [1] * 40], [[0] * 40, [0] * 40]
     experts = {task: np.ones(40, dtype=bool) for task in TASKS[:2]}
     ours = point(RETEX, "", right, right)
     others = [point("behind", "3", wrong, wrong), point("level", "float", right, right)]
     text = script.summary(script.tabulate([*others, ours], experts))
+    assert text.splitlines()[-1] == "| agreement | 1 | 0 | 0 |"  # bfloat16 is no other rival
+    text = script.summary(script.tabulate([*others, point("level", "4", right, right), ours], experts))
     assert text.splitlines()[-1] == "| agreement | 1 | 1 | 0 |"
     text = script.summary(script.tabulate([point("ahead", "", right, right), point(RETEX, "", wrong, wrong)], experts))
     assert text.splitlines()[-1] == "| agreement | 0 | 0 | 1 |"
@@ -144,19 +136,32 @@ def test_a_form_is_a_line_of_its_own():
     rows = script.tabulate(points, EXPERTS)
     assert [row.point.line for row in rows] == [RETEX, "x", "x, bfloat16"]
     lines = script.markdown(rows, "t").splitlines()
-    assert lines[-1].startswith("| x | 16 | 10 | 10 | 1.000 | 1.000 | 0.625 | 0.000 | +0.0 [+0.0, +0.0] |"), lines[-1]
+    assert lines[-1].startswith("| x | 16 | 10 | 10 | 3.2 | 1.000 | 1.000 | 0.625 | 0.000 | +0.0 [+0.0, +0.0] |"), (
+        lines[-1]
+    )
     assert len(script.figure(rows).axes) == 2
 
 
-def test_every_rival_can_be_fitted_at_every_width(bench_of):
+def test_every_rival_fits_its_share(bench_of):
     bench = bench_of("bert")
-    for label, width, share in script.planned(list(script.RIVALS), [0.05], list(script.WIDTHS)):
-        method = bench.fit(script.RIVALS[label], width, share)
+    for label, form, share in script.planned(list(script.RIVALS), [0.05], script.FORMS):
+        method = bench.fit(script.RIVALS[label], form, share)
         assert method.added_bytes() >= 0
         assert share is None or method.added_bytes() <= share * bench.experts_bytes
-        if label == "SVD on merged" and width:
-            bits = {form.runs[0][1] for form in method.forms.values() if isinstance(form, Factors)}
-            assert bits <= {script.WIDTHS[width]}
+        if script.RIVALS[label].has_bits:
+            assert (method.bits is None) == (form == script.FLOAT)
+
+
+def test_around_the_base_the_merged_model_is_the_base(bench_of, monkeypatch):
+    bench, built = bench_of("bert"), []
+    make = script.RetexModel.from_experts
+    monkeypatch.setattr(
+        script.RetexModel, "from_experts", lambda *args, **options: built.append(make(*args, **options)) or built[-1]
+    )
+    found = bench.around_base(0.6)
+    assert found is not None and found.share <= 0.6 and found.error < 0.01
+    for name, tensor in bench.weights.base.items():
+        assert torch.equal(built[0].model.state_dict()[name], tensor), name
 
 
 def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
@@ -166,6 +171,7 @@ def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
     file = tmp_path / "bytes.json"
     rows = script.tabulate(first, bench.experts_correct)
     results = {"experts_correct": script.as_hex(bench.experts_correct), "points": [script.as_json(row) for row in rows]}
+    results["recipe"] = {"config": {"exclude": []}}
     file.write_text(json.dumps(results))
     again = script.Bench(bench.study, bench.study.tests, "test", tmp_path / "elsewhere", None)
     again.learn(file)
@@ -173,6 +179,10 @@ def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
     monkeypatch.setattr(script.Bench, "measure", lambda *_: pytest.fail("measured again"))
     second = script.measure_all(again, *arguments)
     assert [point.as_dict() for point in first] == [point.as_dict() for point in second]
+    results["recipe"]["config"]["exclude"] = ["*bias"]
+    file.write_text(json.dumps(results))
+    with pytest.raises(ConfigError, match="recover other tensors"):
+        again.learn(file)
     results["experts_correct"]["red"] = "1"
     file.write_text(json.dumps(results))
     with pytest.raises(ConfigError, match="its experts answered other rows"):

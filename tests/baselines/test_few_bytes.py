@@ -240,19 +240,69 @@ def test_what_one_rank_leaves_over_goes_to_the_first_matrices(bert):
     ranks = [form.rank for form in method.forms.values() if isinstance(form, Factors)]
     assert ranks == sorted(ranks, reverse=True)
     assert max(ranks) - min(ranks) <= 1
-    larger = 3 * method.differences.bytes(method.forms_at(method.setting + 1, True))
+    larger = 3 * method.differences.bytes(method.forms_at(method.setting + 1, 4, method.vectors))
     assert method.added_bytes() <= 0.1 * experts_bytes(bert) < larger
+
+
+def left_error(method: TaskSVD, material: Material) -> float:
+    """The error of a system's weights as ReTeX counts it, from the weights themselves."""
+    average = references(material)["merged"]
+    missed, energies = {}, {}
+    for task in TASKS:
+        body, expert = method.body(task), material.experts[task].state_dict()
+        for name in method.differences.sides:
+            missed[task, name] = np.square(double(body[name]) - double(expert[name])).sum()
+            energies[task, name] = np.square(average[name] - double(expert[name])).sum()
+    totals = {task: sum(energy for (other, _), energy in energies.items() if other == task) for task in TASKS}
+    weights = {key: 1 / (totals[key[0]] * (energy / totals[key[0]]) ** 0.5) for key, energy in energies.items()}
+    return sum(weights[key] * missed[key] for key in missed)
+
+
+@pytest.mark.parametrize("reference", ["average", "pretrained"])
+@pytest.mark.parametrize("storage", [0.02, 0.1])
+def test_the_best_bits_leave_the_least_error(bert, reference, storage):
+    def svd(bits: int | str | None) -> TaskSVD:
+        method = TaskSVD(storage, bits=bits, reference=reference, exclude=EXCLUDE)
+        fitted(method, bert)
+        return method
+
+    best = svd("best")
+    errors = {bits: left_error(svd(bits), bert) for bits in (None, 2, 3, 4, 5, 6, 8)}
+    assert best.bits in errors and best.added_bytes() <= storage * experts_bytes(bert)
+    assert left_error(best, bert) == pytest.approx(errors[best.bits])
+    assert errors[best.bits] <= 1.02 * min(errors.values())  # the choice is by expected errors
+    expected = best.differences.expected_error(best.forms)
+    assert expected == pytest.approx(left_error(best, bert), rel=0.1)
+
+
+def test_vectors_are_kept_at_the_bits_that_pay(bert):
+    """At a small budget eight bits for vectors would leave no rank for matrices."""
+    small, large = (TaskSVD(storage, bits=4, exclude=EXCLUDE) for storage in (0.006, 0.3))
+    for method in (small, large):
+        fitted(method, bert)
+        for vectors in (None, Whole(2), Whole(8)):
+            assert method.differences.expected_error(method.forms) <= method.fitting(4, vectors).error
+    assert large.vectors == Whole(8)
+    assert small.vectors != Whole(8)
+    assert large.state()["vectors"] == 8
+
+
+def test_the_best_bits_of_no_budget_are_refused():
+    with pytest.raises(ConfigError, match="needs a storage"):
+        TSVC(bits="best")
+    with pytest.raises(ConfigError, match="bits must be"):
+        StoredEMR(bits="best")
 
 
 def test_delta_come_has_falling_precision():
     method = DeltaCoMe()
-    assert method.runs((1, 4096, 4096), 1002) == ((2, 8), (32, 3), (968, 2))  # the authors' 1/16
-    assert method.runs((1, 384, 384), 20) == ((2, 8), (18, 3))
-    assert method.runs((1, 384, 384), 1) == ((1, 8),)
+    assert method.runs((1, 4096, 4096), 1002, 2) == ((2, 8), (32, 3), (968, 2))  # the authors' 1/16
+    assert method.runs((1, 384, 384), 20, 2) == ((2, 8), (18, 3))
+    assert method.runs((1, 384, 384), 1, 2) == ((1, 8),)
     scaled = DeltaCoMe(scaled=True)
-    assert scaled.runs((1, 4096, 11008), 1002) == ((2, 8), (32, 3), (968, 2))
-    assert scaled.runs((1, 384, 1536), 20) == ((1, 8), (3, 3), (16, 2))
-    assert Factors(method.runs((1, 4096, 4096), 1002)).bytes((1, 4096, 4096)) == pytest.approx(4096**2 / 8, rel=0.01)
+    assert scaled.runs((1, 4096, 11008), 1002, 2) == ((2, 8), (32, 3), (968, 2))
+    assert scaled.runs((1, 384, 1536), 20, 2) == ((1, 8), (3, 3), (16, 2))
+    assert Factors(method.runs((1, 4096, 4096), 1002, 2)).bytes((1, 4096, 4096)) == pytest.approx(4096**2 / 8, rel=0.01)
 
 
 def test_delta_come_rounds_every_component_at_its_bits(bert):
@@ -362,29 +412,18 @@ def test_nothing_affordable_is_the_reference(bert):
         np.testing.assert_allclose(double(tensor), references(bert)["merged"][name], atol=1e-6)
 
 
-def test_vectors_give_way_to_a_first_rank(bert):
-    """With room for either, matrices come first."""
-    found = differences_from(bert, "average", EXCLUDE)
-    vectors = 3 * sum(Whole(8).bytes(found.numbers(name)) for name in found.vectors)
-    first = 3 * sum(Factors(((1, 2),)).bytes(sides) for sides in found.matrices.values())
-    for room, kept in ((first + vectors, True), (max(first, vectors), False)):
-        method = fitted(TaskSVD((room + 0.5) / experts_bytes(bert), bits=2, exclude=EXCLUDE), bert)
-        assert method.setting >= 1
-        assert all((name in method.forms) is kept for name in found.vectors)
-
-
 def test_singular_vectors_are_computed_once_per_reference(bert, monkeypatch):
     calls = []
     monkeypatch.setattr(differences, "right_vectors", lambda *given: calls.append(given) or right_vectors(*given))
     material = Material(bert.base, bert.experts, {}, {}, dict, Classifier())
-    factored = set()
-    for bits in (2, 4):
-        method = fitted(TaskSVD(0.3, bits=bits), material)
-        method.body("red")
-        factored |= {name for name, form in method.forms.items() if isinstance(form, Factors)}
-    assert len(calls) == len(factored) > 0
-    fitted(TaskSVD(0.3, reference="pretrained"), material).body("red")
-    assert len(calls) > len(factored)
+    counts = []
+    for bits in (2, 2, "best", "best"):
+        fitted(TaskSVD(0.1, bits=bits), material).body("red")
+        counts.append(len(calls))
+    matrices = len(differences_from(material, "average", ()).matrices)
+    assert 0 < counts[0] == counts[1] <= counts[2] == counts[3] <= 3 * matrices
+    fitted(TaskSVD(0.1, reference="pretrained"), material).body("red")
+    assert len(calls) > counts[-1]
 
 
 def test_wrong_options_are_named():
