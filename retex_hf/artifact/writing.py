@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,8 +225,29 @@ def _write_description(
     section["files"] = manifest.to_json(manifest.record(folder, files, known))
     values = json.loads(json.dumps({**parts.config.to_dict(), "artifact": section}))
     section["seal"] = seal(values)
-    text = json.dumps({**values, "artifact": section}, indent=2, allow_nan=False)
+    text = config_text({**values, "artifact": section})
     (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def config_text(values: Any, levels: int = 3) -> str:
+    """Return the JSON of a configuration, indented down to some levels: a line for every parameter and file.
+
+    Indented to the end, the layout of a recovery of few bytes would be as large as the recovery.
+
+    >>> print(config_text({"rank": 8, "artifact": {"recovery": {"weight": {"left": [[2, 5], [9, 3]]}}}}))
+    {
+      "rank": 8,
+      "artifact": {
+        "recovery": {
+          "weight": {"left":[[2,5],[9,3]]}
+        }
+      }
+    }
+    """
+    if levels == 0 or not isinstance(values, dict) or not values:
+        return json.dumps(values, separators=(",", ":"), allow_nan=False)
+    entries = (f"{json.dumps(key)}: {config_text(value, levels - 1)}" for key, value in values.items())
+    return "{\n" + textwrap.indent(",\n".join(entries), "  ") + "\n}"
 
 
 def _recovery_tensors(recovery: RecoveryModule) -> dict[str, Tensor]:
