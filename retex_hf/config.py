@@ -355,7 +355,9 @@ def _is_vocabulary(value: Any) -> bool:
 def _is_trunk(value: Any) -> bool:
     if value is None:
         return True
-    if not isinstance(value, dict) or set(value) != {"replayed", "cost"} or not isinstance(value["replayed"], bool):
+    if not isinstance(value, dict) or set(value) - {"cached"} != {"replayed", "cost"}:
+        return False
+    if not all(isinstance(value.get(key, False), bool) for key in ("replayed", "cached")):
         return False
     costs = value["cost"]
     return _is_dict_of_dicts(costs) and all(
@@ -506,5 +508,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a dict of task name to {"size": a number of tokens, "token_ids": {"pad_token_id": a number below it, ...}, '
         '"tokenizer": True or False}',
     ),
-    "trunk": (lambda v: _is_trunk(v), 'None, or {"replayed": True or False, "cost": {task: {"change": a number}}}'),
+    "trunk": (
+        lambda v: _is_trunk(v),
+        'None, or {"replayed": True or False, "cached": True or False, "cost": {task: {"change": a number}}}',
+    ),
 }

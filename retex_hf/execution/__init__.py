@@ -7,7 +7,7 @@ from .joining import Joiner
 from .outputs import attach_routing, logits_of
 from .runner import ExpertRunner, call_method
 from .trunk_cost import trunk_cost
-from .trunk_replay import TrunkRecord
+from .trunk_replay import TrunkRecord, replays_cache
 
 __all__ = [
     "Assignment",
@@ -29,6 +29,7 @@ __all__ = [
     "parse_adapter_names",
     "parse_task",
     "recover_tensors",
+    "replays_cache",
     "task_index",
     "trunk_cost",
 ]

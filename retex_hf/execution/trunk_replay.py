@@ -1,7 +1,8 @@
 """Reuse of a shared trunk: the feature pass records the trunk's outputs, and experts continue from them.
 
 The layers up to the feature layer are the same for every task. In the copies of the model that run experts, these
-blocks return what the feature pass recorded. Outside such a call they run as usual.
+blocks return what the feature pass recorded, and a decoder's put the keys and values into the cache that they put there
+then. Outside such a call, and in later steps of `generate`, they run as usual.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, copy_context
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..routing.features import Entry, FilledCache, hidden_and_positions
+from ..routing.trunk_parameters import answers
 from ..rows import Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
+from .expert_cache import copy_with
 
+# Layers of a cache whose whole state are keys and values of the rows.
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Outputs from inside the blocks, which a record of the blocks' outputs cannot provide.
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -30,6 +39,7 @@ class TrunkRecord:
     rows: int
     proof: Proof
     reading: Reading
+    cache: FilledCache | None = None
 
     def of(self, block: str, rows: Tensor) -> Any:
         """Return a block's output for some rows."""
@@ -52,7 +62,17 @@ class TrunkRecord:
         return not asked and not (learns and torch.is_grad_enabled())
 
 
-_replayed: ContextVar[tuple[TrunkRecord, Tensor | None] | None] = ContextVar("retex_trunk", default=None)
+@dataclass
+class _Replayed:
+    """The record that blocks return, and its rows (None: all, in order). With `runs` they run instead, because this
+    pass is not the one that was recorded."""
+
+    record: TrunkRecord
+    rows: Tensor | None
+    runs: bool = False
+
+
+_replayed: ContextVar[_Replayed | None] = ContextVar("retex_trunk", default=None)
 
 
 def replaying(record: TrunkRecord | None, rows: Tensor | None, run: Callable[[], Any]) -> Any:
@@ -61,8 +81,42 @@ def replaying(record: TrunkRecord | None, rows: Tensor | None, run: Callable[[],
     It runs in its own context, so nothing needs to be restored afterwards, even after an exception.
     """
     context = copy_context()
-    context.run(_replayed.set, None if record is None else (record, rows))
+    context.run(_replayed.set, None if record is None else _Replayed(record, rows))
     return context.run(run)
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache | None:
+    """Return the cache that a block is called with."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+def _is_same_start(recorded: list[Tensor], current: list[Tensor], rows: Tensor) -> bool:
+    """Return whether a decoder's first block is called with what it was called with when the trunk was recorded: not in
+    the later steps of `generate`, nor if that counts positions in another way."""
+    own = [part if len(part) == 1 else part[rows.to(part.device)] for part in recorded]
+    return len(own) == len(current) and all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        for one, other in zip(own, current, strict=True)
+    )
+
+
+def _fill(cache: Cache, filled: Mapping[int, CacheLayerMixin], rows: Tensor | None) -> bool:
+    """Put the keys and values of a recorded block into an empty cache; return whether it is one that takes them."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    while len(cache.layers) <= max(filled, default=-1):
+        if cache.layer_class_to_replicate is None:
+            return False
+        cache.layers.append(cache.layer_class_to_replicate())
+    for index, own in filled.items():
+        given = cache.layers[index]
+        if type(own) not in PLAIN_LAYERS or type(given) is not type(own) or given.get_seq_length() > 0:
+            return False
+    for index, own in filled.items():
+        cache.layers[index] = copy(own)
+        if rows is not None:
+            cache.layers[index].reorder_cache(rows.long())  # type: ignore[arg-type]  # any int64 tensor will do
+    return True
 
 
 class _Replay:
@@ -73,13 +127,24 @@ class _Replay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _replayed.get()
-        if current is None or self.name not in current[0].outputs:
-            block = self._block()
-            assert block is not None  # it is being called
-            return type(block).forward(block, *args, **kwargs)
-        record, rows = current
-        output = record.outputs[self.name]
-        return output if rows is None else record.of(self.name, rows)
+        if current is None or self.name not in current.record.outputs:
+            return self._run(args, kwargs)
+        record, rows = current.record, current.rows
+        if record.cache is not None:
+            cache = _cache_of(args, kwargs)
+            if self.name == next(iter(record.cache.layers)):
+                everything = torch.arange(record.rows) if rows is None else rows
+                current.runs = not _is_same_start(record.cache.start, hidden_and_positions(args, kwargs), everything)
+            if not current.runs and cache is not None:
+                current.runs = not _fill(cache, record.cache.layers[self.name], rows)
+            if current.runs:
+                return self._run(args, kwargs)
+        return record.outputs[self.name] if rows is None else record.of(self.name, rows)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        block = self._block()
+        assert block is not None  # it is being called
+        return type(block).forward(block, *args, **kwargs)
 
 
 def install_replay(model: nn.Module, blocks: list[str]) -> None:
@@ -87,3 +152,35 @@ def install_replay(model: nn.Module, blocks: list[str]) -> None:
     for name in blocks:
         block = model.get_submodule(name)
         block.forward = _Replay(block, name)
+
+
+@torch.no_grad()
+def replays_cache(model: nn.Module, blocks: list[str], record: TrunkRecord, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a model that replays a record fills a cache with it, and gives the outputs that it gives
+    otherwise."""
+    assert record.cache is not None  # of blocks that fill one
+    prober = copy_with(model, {}).eval()
+    install_replay(prober, blocks)
+    entry = Entry(prober)
+
+    def run(record: TrunkRecord | None) -> tuple[Tensor, DynamicCache]:
+        cache = DynamicCache(config=getattr(model, "config", None))
+        kwargs = {**inputs, "use_cache": True, "past_key_values": cache}
+        return answers(replaying(record, None, lambda: entry(**kwargs))), cache
+
+    (expected, full), (found, filled) = run(None), run(record)
+    pairs = [(index, layer) for layers in record.cache.layers.values() for index, layer in layers.items()]
+    if not full.layers or not all(type(layer) in PLAIN_LAYERS for layer in full.layers):
+        return False
+    if not all(_keys_and_values(filled.layers[i])[0] is _keys_and_values(layer)[0] for i, layer in pairs):
+        return False  # some blocks have run
+    wanted = [expected, *(part for layer in full.layers for part in _keys_and_values(layer))]
+    got = [found, *(part for layer in filled.layers for part in _keys_and_values(layer))]
+    return len(wanted) == len(got) and all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(wanted, got, strict=True)
+    )
+
+
+def _keys_and_values(layer: Any) -> list[Tensor]:
+    """Return the state of a layer of a cache that was filled; of others, nothing."""
+    return [part for part in (getattr(layer, "keys", None), getattr(layer, "values", None)) if part is not None]

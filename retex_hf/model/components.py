@@ -8,13 +8,18 @@ from typing import Any
 
 from ..artifact.state import RetexParts
 from ..backends import library_of
+from ..config import RetexConfig
 from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
 from ..execution.vocabulary_rows import rows_beyond, with_all_rows
 from ..routing import FeatureExtractor, WeightScorer, candidate_layers, trying
 
 
 def extractor_of(
-    parts: RetexParts, layers: list[str], blocks: Sequence[str] = (), known: dict[Any, Any] | None = None
+    parts: RetexParts,
+    layers: list[str],
+    blocks: Sequence[str] = (),
+    known: dict[Any, Any] | None = None,
+    with_cache: bool = False,
 ) -> FeatureExtractor:
     """Return the extractor of features at some layers, on the merged model or on the base.
 
@@ -23,6 +28,7 @@ def extractor_of(
         layers: Names of the layers.
         blocks: Blocks of a shared trunk, whose outputs are recorded.
         known: Findings about kinds of inputs, which are added to.
+        with_cache: Record the keys and values that a decoder's blocks fill a cache with, too.
     """
     tensors = beside_own(parts.model, parts.base_tensors)
     # Rows of unknown tasks may hold tokens that only some tasks have.
@@ -30,7 +36,12 @@ def extractor_of(
         rows = rows_beyond(parts.model, library_of(parts.model), parts.heads, parts.rows)
         tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
     model = copy_with(parts.model, tensors).eval()
-    return FeatureExtractor(model, layers, parts.config.feature_pooling, blocks, known=known)
+    return FeatureExtractor(model, layers, parts.config.feature_pooling, blocks, known, with_cache)
+
+
+def trunk_cached(config: RetexConfig) -> bool:
+    """Return whether the blocks of the shared trunk fill a cache."""
+    return config.trunk is not None and config.trunk.get("cached", False)
 
 
 def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:

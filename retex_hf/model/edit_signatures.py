@@ -13,7 +13,7 @@ from typing import Any
 from ..artifact.state import RetexParts
 from ..backends import as_inputs
 from ..errors import InputError, TaskError
-from ..execution import task_index, trunk_cost
+from ..execution import TrunkRecord, replays_cache, task_index, trunk_cost
 from ..routing import (
     Signatures,
     WeightSignatures,
@@ -23,6 +23,7 @@ from ..routing import (
     fit_signatures,
     keeps_cache,
     noted,
+    trunk_blocks,
     trunk_parameters,
 )
 from ..utils.progress import remark
@@ -93,6 +94,16 @@ def _as_pool(parts: RetexParts, batches: Any) -> Iterator[dict[str, Any]]:
     return inputs_of(parts, batches)
 
 
+def _replays_cache(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> bool:
+    """Return whether the merged model gives the same outputs and caches when its trunk is replayed from a record."""
+    blocks = trunk_blocks(parts.model, layer)
+    recorded = extractor_of(parts, [layer], blocks, with_cache=True).record(sample)
+    if recorded.proof.refused:
+        return False
+    record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
+    return replays_cache(parts.model, blocks, record, extractor_of(parts, [layer]).select(sample))
+
+
 def _with_shared_trunk(
     parts: RetexParts, signatures: Signatures, references: dict[str, list[dict[str, Any]]], progress: bool
 ) -> RetexParts:
@@ -102,8 +113,10 @@ def _with_shared_trunk(
     recovery = parts.recovery.without(trunk_parameters(extractor, sample, parts.model))
     errors = {name: error for name, error in parts.errors.items() if name in recovery}
     shared = replace(parts, recovery=recovery, errors=errors)
+    cached = keeps_cache(extractor, sample, parts.model)
     trunk = {
-        "replayed": not keeps_cache(extractor, sample, parts.model),
+        "replayed": not cached or _replays_cache(parts, signatures.feature_layer, sample),
+        "cached": cached,
         "cost": trunk_cost(runner_of(parts), runner_of(shared), references, extractor),
     }
     if progress:

@@ -29,8 +29,8 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, block_lists, decide
-from .components import extractor_of, runner_of, scorer_of
+from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, decide, trunk_blocks
+from .components import extractor_of, runner_of, scorer_of, trunk_cached
 from .peft_names import check_spelling
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Snapshot:
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
             if self.trunk_blocks() and not recorded.proof.refused:
-                record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading)
+                record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
         return decide(residuals, self.tasks, routing, self.parts.config.temperature, thresholds), record
 
     def trunk_blocks(self) -> list[str]:
@@ -102,11 +102,12 @@ class Snapshot:
         trunk, layer = self.parts.config.trunk, getattr(self.parts.signatures, "feature_layer", None)
         if trunk is None or not trunk["replayed"] or layer is None:
             return []
-        lists = self.cache.get("blocks", lambda: block_lists(self.parts.model))
-        return next((blocks[: blocks.index(layer) + 1] for blocks in lists if layer in blocks), [layer])
+        return self.cache.get("blocks", lambda: trunk_blocks(self.parts.model, layer))
 
     def _extractor(self, layer: str) -> FeatureExtractor:
-        return extractor_of(self.parts, [layer], self.trunk_blocks(), known=self.proofs)
+        blocks = self.trunk_blocks()
+        with_cache = bool(blocks) and trunk_cached(self.parts.config)
+        return extractor_of(self.parts, [layer], blocks, known=self.proofs, with_cache=with_cache)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from .decision import Routing, decide
 from .features import Entry, FeatureExtractor
 from .fitting import as_batches, fit_signatures, noted, reference_features, trying
-from .layers import block_lists, candidate_layers, feature_blocks
+from .layers import block_lists, candidate_layers, feature_blocks, trunk_blocks
 from .pooling import pool
 from .signatures import Signatures, fit_signature, held_out_accuracy, shallowest_good
 from .trunk_parameters import describe_trunk, keeps_cache, trunk_parameters
@@ -30,6 +30,7 @@ __all__ = [
     "pool",
     "reference_features",
     "shallowest_good",
+    "trunk_blocks",
     "trunk_parameters",
     "trying",
 ]

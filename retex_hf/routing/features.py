@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import library_of
 from ..errors import ConfigError, InputError, RetexError
@@ -82,14 +84,33 @@ class Layouts:
 
 
 @dataclass(frozen=True)
+class FilledCache:
+    """The layers (of a decoder's cache) that each recorded module has filled, by their number; and what the first of
+    the modules was called with: hidden states and positions."""
+
+    layers: Mapping[str, Mapping[int, CacheLayerMixin]]
+    start: list[Tensor]
+
+
+def hidden_and_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return what a decoder's block is called with: its hidden states, then positions in any form."""
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    given = [value for name, value in kwargs.items() if name.startswith("position_")]
+    positions = [part for value in given for part in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in (hidden, *positions) if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True)
 class Recorded:
-    """The result of a pass: features (rows, d) by layer, all recorded outputs, and the rows they belong to."""
+    """The result of a pass: features (rows, d) by layer, all recorded outputs, the rows they belong to, and the keys
+    and values of a decoder's blocks, where they were asked for."""
 
     features: dict[str, Tensor]
     outputs: dict[str, Any]
     proof: Proof
     reading: Reading
     rows: int
+    cache: FilledCache | None = None
 
 
 class FeatureExtractor:
@@ -107,9 +128,10 @@ class FeatureExtractor:
         pooling: str,
         recorded: Iterable[str] = (),
         known: dict[Any, Any] | None = None,
+        with_cache: bool = False,
     ) -> None:
         self.model, self.layers, self.pooling = model, layers, pooling
-        self.entry = Entry(model)
+        self.entry, self.with_cache = Entry(model), with_cache
         self.accepted = self.entry.accepted
         # The texts of a dual encoder are not matched to the rows.
         self._others = NOT_INPUTS | (TEXT_INPUTS if library_of(model).is_dual_encoder(model) else frozenset())
@@ -121,6 +143,8 @@ class FeatureExtractor:
         self._modules = (*layers, *recorded)
         for name in {*layers, *recorded}:
             model.get_submodule(name).register_forward_hook(partial(_collect, name))
+            if with_cache:
+                model.get_submodule(name).register_forward_pre_hook(_begin, with_kwargs=True)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return pooled float32 features (rows, d) per layer."""
@@ -133,7 +157,11 @@ class FeatureExtractor:
         kwargs = self.select(inputs)
         rows, given = self._rows(kwargs)
         layouts = self._found(kwargs, rows, given)
-        collected = self.collect(self.entry, kwargs)
+        if self.with_cache:
+            config: Any = self.model.config
+            kwargs |= {"use_cache": True, "past_key_values": DynamicCache(config=config)}
+        current = self._run(self.entry, kwargs)
+        collected = current.collected
         reading, features = given[layouts.proof.reading], {}
         sizes = _sizes_of_rows(kwargs, rows)
         for layer in self.layers:
@@ -147,7 +175,9 @@ class FeatureExtractor:
                     raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {UNEVEN}.")
             mask = kwargs.get("attention_mask")
             features[layer] = pool_rows(hidden, layout, reading, rows, mask, self.pooling)
-        return Recorded(features, collected, layouts.proof, reading, rows)
+        return Recorded(
+            features, collected, layouts.proof, reading, rows, current.cache_record if self.with_cache else None
+        )
 
     @torch.no_grad()
     def layouts(self, inputs: Mapping[str, Any]) -> Mapping[str, Layout | str]:
@@ -157,11 +187,14 @@ class FeatureExtractor:
 
     def collect(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outputs of the modules that run before the pass stops, by name."""
-        current, context = _Pass(self.layers), copy_context()
+        return self._run(call, kwargs).collected
+
+    def _run(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> _Pass:
+        current, context = _Pass(self.layers, kwargs.get("past_key_values")), copy_context()
         context.run(_current.set, current)
         with suppress(_FeaturesReady):
             context.run(call, **kwargs)
-        return current.collected
+        return current
 
     def select(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs that features depend on."""
@@ -294,21 +327,46 @@ class FeatureExtractor:
 
 @dataclass
 class _Pass:
-    """The layers that must run before a pass may stop, and the outputs so far: by name, because modules may be tied."""
+    """The layers that must run before a pass may stop, and the outputs so far: by name, because modules may be tied.
+
+    `filled` are the layers of the cache that were empty when a module began, and no longer when it ended.
+    """
 
     layers: list[str]
+    cache: DynamicCache | None = None
     collected: dict[str, Any] = field(default_factory=dict)
+    filled: dict[str, dict[int, CacheLayerMixin]] = field(default_factory=dict)
+    start: list[Tensor] = field(default_factory=list)
+
+    @property
+    def cache_record(self) -> FilledCache:
+        """Return what the modules have left in the cache."""
+        return FilledCache(self.filled, self.start)
+
+    def collect(self, name: str, output: Any) -> None:
+        """Note that a module has run."""
+        self.collected[name] = output
+        before = {index for layers in self.filled.values() for index in layers}
+        layers = enumerate([] if self.cache is None else self.cache.layers)
+        keys = {i: layer for i, layer in layers if isinstance(layer, CacheLayerMixin) and layer.is_initialized}
+        self.filled[name] = {i: layer for i, layer in keys.items() if i not in before}
 
 
 # The running pass, in a context of its own, because many threads share one extractor.
 _current: ContextVar[_Pass] = ContextVar("retex_feature_pass")
 
 
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Record what the first module is called with (a forward pre-hook)."""
+    current = _current.get()
+    current.start = current.start or hidden_and_positions(args, kwargs)
+
+
 def _collect(name: str, module: nn.Module, args: tuple, output: Any) -> None:
     """Record the output of a module (a forward hook). It holds no reference to its extractor, which would be a cycle
     that keeps the model alive."""
     current = _current.get()
-    current.collected[name] = output
+    current.collect(name, output)
     if all(layer in current.collected for layer in current.layers):
         raise _FeaturesReady("the forward pass was stopped at the feature layer")
 

@@ -29,6 +29,11 @@ def block_lists(model: nn.Module) -> list[list[str]]:
     return found + [blocks for blocks in _lists_of(model) if blocks not in found] if prefix else found
 
 
+def trunk_blocks(model: nn.Module, layer: str) -> list[str]:
+    """Return the blocks up to a feature layer, and it; the layer alone where it is in no list of blocks."""
+    return next((blocks[: blocks.index(layer) + 1] for blocks in block_lists(model) if layer in blocks), [layer])
+
+
 def _lists_of(root: nn.Module) -> list[list[str]]:
     lists: list[tuple[int, list[str]]] = []
     taken: list[str] = []

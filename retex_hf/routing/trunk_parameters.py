@@ -81,5 +81,5 @@ def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:
     if agreements:
         text += f"; {sum(agreements) / len(agreements):.1%} of the answers stay the same"
     if not trunk["replayed"]:
-        text += "; a decoder fills its cache in every layer, so its trunk still runs twice"
+        text += "; its trunk still runs twice, because what its layers leave in the cache cannot be passed on"
     return text + "."

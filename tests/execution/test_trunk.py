@@ -7,6 +7,7 @@ import torch
 from families import FAMILIES, ROWS, tokens
 from helpers import TASKS, assert_same, leaves, make_experts
 from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM
 
 from retex_hf import ConfigError, RetexConfig, RetexError, RetexModel
 
@@ -107,7 +108,7 @@ def test_statistics_of_normalisation_go_with_their_weights():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["t5", "bart", "gpt2"])
+@pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "llama-tied"])
 def test_generate_goes_on_from_the_trunk(name):
     model, _, family = build(name)
     fit(model, family)
@@ -115,7 +116,114 @@ def test_generate_goes_on_from_the_trunk(name):
     options = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
     routed = model.generate(**inputs, **options)
     assert torch.equal(routed, model.generate(**inputs, **options, task=routed.routing.task_ids))
-    assert model.retex_config.trunk["replayed"] == (name != "gpt2")  # whose every layer fills a cache
+    assert model.retex_config.trunk["replayed"]
+
+
+# Decoder-only family -> its first block, and the next one.
+DECODERS = {
+    "gpt2": ("transformer.h.0", "transformer.h.1"),
+    "llama-tied": ("model.layers.0", "model.layers.1"),
+    "sliding": ("model.layers.0", "model.layers.1"),
+}
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
+
+
+def decoder(name: str):
+    if name != "sliding":
+        model, _, family = build(name)
+    else:  # the prompt is longer than the window
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = MistralConfig(**sizes, num_key_value_heads=1, vocab_size=40, sliding_window=5, pad_token_id=0)
+        base, family = MistralForCausalLM(config).eval(), FAMILIES["llama-tied"]
+        options = RetexConfig(rank="full", shared_trunk=True, feature_layer=0)
+        model = RetexModel.from_experts(base, make_experts(base, scale=1.0), options, progress=False)
+    fit(model, family)
+    return model
+
+
+def left_padded(rows: int) -> dict[str, Tensor]:
+    return {name: value.flip(1) for name, value in tokens(rows).items()}
+
+
+def lengths_seen(model: RetexModel, blocks: tuple[str, ...]) -> dict[str, list[int]]:
+    """How many positions each of these blocks is called with, from now on."""
+    seen: dict[str, list[int]] = {block: [] for block in blocks}
+    for block, lengths in seen.items():
+        # The norm at the start of a block runs only if the block does.
+        norm = next(
+            m for n, m in model.get_base_model().get_submodule(block).named_modules() if "norm" in n or "ln_" in n
+        )
+        norm.register_forward_hook(lambda module, args, output, lengths=lengths: lengths.append(output.shape[1]))
+    model.expert_cache.clear()  # hooks act on experts that are recovered afterwards
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("execution", ["grouped", "auto"])
+@pytest.mark.parametrize("make", [tokens, left_padded])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_reads_the_prompt_once(name, make, execution):
+    model = decoder(name)
+    assert model.retex_config.trunk["replayed"] and model.retex_config.trunk["cached"]
+    model.execution = execution
+    torch.manual_seed(3)
+    inputs = make(ROWS)
+    routed = model.generate(**inputs, **GREEDY)
+    groups = len(set(routed.routing.tasks))
+    assert groups > 1
+    assert torch.equal(routed, model.generate(**inputs, **GREEDY, task=routed.routing.task_ids))
+    if execution == "grouped" and make is left_padded:
+        seen = lengths_seen(model, DECODERS[name])
+        assert torch.equal(model.generate(**inputs, **GREEDY), routed)
+        first, second = seen.values()
+        assert [length for length in first if length > 1] == [8]  # once, for all rows
+        assert [length for length in second if length > 1] == [8] * groups
+        assert len(second) == groups * GREEDY["max_new_tokens"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"cache_implementation": "static"},
+    ],
+    ids=["no cache", "beams", "several sequences", "static cache"],
+)
+def test_other_ways_to_generate_run_the_trunk_again(name, options):
+    model = decoder(name)
+    torch.manual_seed(3)
+    inputs = left_padded(ROWS)
+    routed = model.generate(**inputs, **GREEDY, **options)
+    assert torch.equal(routed, model.generate(**inputs, **GREEDY, **options, task=routed.routing.task_ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_forward_pass_returns_a_whole_cache(name):
+    model = decoder(name)
+    inputs = left_padded(1)
+    routed = model(**inputs)
+    named = model(**inputs, task=routed.routing.tasks[0])
+    assert_same(routed.logits, named.logits, **CLOSE)
+    for one, other in zip(routed.past_key_values.layers, named.past_key_values.layers, strict=True):
+        for part in ("keys", "values"):
+            torch.testing.assert_close(getattr(one, part), getattr(other, part), **CLOSE)
+        assert one.get_seq_length() == other.get_seq_length() == 8
+
+
+@torch.no_grad()
+def test_recurrent_decoders_run_their_trunk_twice():
+    model, _, family = build("mamba")
+    fit(model, family)
+    assert not model.retex_config.trunk["replayed"]
+    inputs = tokens(ROWS)
+    routed = model.generate(**inputs, **GREEDY)
+    assert torch.equal(routed, model.generate(**inputs, **GREEDY, task=routed.routing.task_ids))
 
 
 @torch.no_grad()
