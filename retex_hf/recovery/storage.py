@@ -95,7 +95,8 @@ def _allocated(
         unread = {name: parts for name, parts in found.items() if parts}
         if not unread:
             break
-        counts.update({name: 2 * counts[name] for name in unread})
+        # More than asked for may have been read.
+        counts.update({name: 2 * max(counts[name], len(measured[name]["shared"])) for name in unread})
     stacks = [(batch * rows * tasks, columns) for batch, rows, columns in filter(None, sides.values())]
     if any(krylov.pays(rows, columns, FEWEST) for rows, columns in stacks):
         state_distance(context, "The directions", [found["missed"] for found in measured.values()])
