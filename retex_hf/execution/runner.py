@@ -188,7 +188,8 @@ class ExpertRunner:
         `widen` pads classification logits to the widest head, so that a routed call always has the same output width.
         `record` holds what a shared trunk has already computed for these rows.
         """
-        record = record if record is not None and record.serves(kwargs) else None
+        if record is not None and (not record.serves(kwargs) or self._finds_padding(method, kwargs)):
+            record = None
         groups = assignment.groups()
         self._check_tokens(kwargs, groups)
         kwargs, as_tuple = _ask_for_fields(method, kwargs, self.model) if self.library.NAMES_FIELDS else (kwargs, False)
@@ -214,6 +215,15 @@ class ExpertRunner:
         if len(groups) > 1:
             output = self._joiner(method, kwargs, rows, splitter, proof).join(outputs)
         return _as_tuple(output, list(outputs[0])) if as_tuple else output
+
+    def _finds_padding(self, method: str, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether `generate` masks padding that the caller, and so the pass that identified the rows, did not
+        mask."""
+        option = _generation_options(kwargs, getattr(self.model, "generation_config", None))
+        pad, tokens = option("pad_token_id"), tokens_of(kwargs)
+        if method != "generate" or kwargs.get("attention_mask") is not None or pad is None or tokens is None:
+            return False
+        return bool((tokens == int(pad)).any())
 
     def _proven(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], rows: int

@@ -203,6 +203,22 @@ def test_other_ways_to_generate_run_the_trunk_again(name, options):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", *DECODERS])
+def test_padding_that_generate_may_mask_itself(name):
+    """The pass that identifies sees no mask, and `generate` may make one: what was recorded is of no use then."""
+    if name == "t5":
+        model, _, family = build("t5")
+        fit(model, family)
+    else:
+        model = decoder(name)
+    torch.manual_seed(3)
+    ids, options = left_padded(ROWS)["input_ids"], {**GREEDY, "pad_token_id": 0, "eos_token_id": 1}
+    assert (ids == 0).any()
+    routed = model.generate(input_ids=ids, **options)
+    assert torch.equal(routed, model.generate(input_ids=ids, **options, task=routed.routing.task_ids))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_forward_pass_returns_a_whole_cache(name):
     model = decoder(name)
