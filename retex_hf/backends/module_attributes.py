@@ -20,7 +20,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 NOT_COMPUTED = re.compile(
     r"distilled_training|momentum|inplace|sparse|scale_grad_by_freq"  # read in training only
     r"|_?grad(ient)?_checkpointing(_func)?|use_checkpoint"
-    r"|(.*_)?init(_.*)?|initializer_.*"  # read when a module is made
+    r"|(.*_)?init(_.*)?|initializer_.*|(pretrained)?_model_args"  # read when a module is made
     r"|fused_attn|_fast_norm|_chunk_(size|dim)|use_slicing|tile_.*|_from_deprecated_attn_block"  # the same numbers
     r"|num_classes|num_labels|n_classes|label_names"  # heads may have other widths
     r"|output_dict"  # the same numbers in another container

@@ -147,13 +147,17 @@ def vet_timm_config(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     it, and what describes its images and labels."""
     note = part(values, TIMM_NOTE, path) if TIMM_NOTE in values else values
     kept = {key: value for key, value in values.items() if key in OF_TIMM_MODELS}
-    arguments = part(values, "model_args", path)
+    arguments = dict(part(values, "model_args", path))
+    # timm 1.0.31 and later write it there, too.
+    repeated = arguments.pop("num_classes", None)
     if wrong := sorted(key for key in arguments if NOT_OF_SHAPE.fullmatch(key)):
         raise CheckpointError(f"{path} has {wrong[0]!r} in model_args, which does not determine a model's shape.")
-    kept.setdefault("num_classes", note.get("num_classes", 1000))
+    kept.setdefault("num_classes", note.get("num_classes", 1000) if repeated is None else repeated)
     classes = kept["num_classes"]
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
         raise CheckpointError(f"{path} has num_classes={brief(classes)}: expected a number of classes.")
+    if repeated is not None and repeated != classes:
+        raise CheckpointError(f"{path} has num_classes={classes}, but {brief(repeated)} in model_args.")
     descriptions = kept.pop("label_descriptions", None)  # free text for every label
     vetted = _vetted({**kept, "model_args": arguments, TIMM_NOTE: note}, path, None)
     if not isinstance(vetted.get("architecture"), str):

@@ -116,7 +116,9 @@ def test_experts_of_another_architecture_are_refused(experts):
         ({"model_args": {"features_only": True}}, "'features_only' in model_args"),
         ({"model_args": {"act_layer": "/tmp/x.py"}}, "may name a file"),
         ({"num_classes": "many"}, "num_classes='many'"),
-        ({"num_classes": 10**9}, "leave room for"),
+        ({"num_classes": 10**9, "model_args": {}}, "leave room for"),
+        ({"num_classes": 10**9, "model_args": {"num_classes": 10**9}}, "leave room for"),
+        ({"num_classes": 3, "model_args": {"num_classes": 4}}, "has num_classes=3, but 4 in model_args"),
     ],
 )
 def test_an_untrusted_configuration_is_vetted(change, said, folders, tmp_path: Path):
