@@ -1,0 +1,42 @@
+"""The figures of docs/benchmarks.md on bytes are those of the result files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
+
+import bytes as script
+import bytes_summary
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_the_short_table_is_that_of_the_results():
+    points = {suite: bytes_summary.read(suite) for suite in bytes_summary.SUITES}
+    assert all(points.values())
+    assert bytes_summary.summary(points) in PAGE
+
+
+@pytest.mark.parametrize("suite", bytes_summary.SUITES)
+def test_the_full_tables_are_those_of_the_results(suite):
+    """The figures in the JSON follow from its rows, and the table from its figures."""
+    results = json.loads((bytes_summary.RESULTS / f"bytes_{suite}.json").read_text(encoding="utf-8"))
+    points = []
+    for found in results["points"]:
+        rows = {part: script.from_digits(script.from_hex(found[part])) for part in ("correct", "agrees")}
+        points.append(
+            script.Point(
+                found["method"], found["width"], found["budget"], found["share"], found["error"], found["state"], **rows
+            )
+        )
+    experts = script.from_digits(script.from_hex(results["experts_correct"]))
+    table = script.tabulate(points, experts)
+    assert [script.as_json(row) for row in table] == results["points"]
+    text = (bytes_summary.RESULTS / f"bytes_{suite}.md").read_text(encoding="utf-8")
+    title = text.splitlines()[0].removeprefix("# Bytes: ")
+    assert script.markdown(table, title) == text
