@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,10 +229,14 @@ class RetexTextGenerationPipeline(RoutedPipeline, TextGenerationPipeline):
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """A factory that makes our pipeline for a `RetexModel`, and transformers' own for any other model."""
+    """A factory that makes our pipeline for a `RetexModel`, and transformers' own for any other model.
+
+    `registered` is transformers' own entry: a class, or from version 5.23 on where to import it from.
+    """
 
     stock: type[Pipeline]
     routed: type[RoutedPipeline]
+    registered: type[Pipeline] | str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pipeline:
         model = kwargs["model"] if "model" in kwargs else args[0]
@@ -243,6 +248,14 @@ class PipelineChoice:
         if name == "stock":  # not set yet: delegating would recurse
             raise AttributeError(name)
         return getattr(self.stock, name)
+
+
+def _class_of(registered: type[Pipeline] | str) -> type[Pipeline]:
+    """Return the class of an entry of transformers' registry."""
+    if not isinstance(registered, str):
+        return registered
+    module, _, name = registered.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def _refuse_merged_by_name(model: Any) -> None:
@@ -287,8 +300,9 @@ def register_pipelines() -> None:
     """
     for task, routed in ROUTED.items():
         entry = PIPELINE_REGISTRY.supported_tasks[task]
-        if not isinstance(entry["impl"], PipelineChoice):
-            entry["impl"] = PipelineChoice(entry["impl"], routed)
+        registered = entry["impl"]
+        if not isinstance(registered, PipelineChoice):
+            entry["impl"] = PipelineChoice(_class_of(registered), routed, registered)
 
 
 def unregister_pipelines() -> None:
@@ -296,7 +310,7 @@ def unregister_pipelines() -> None:
     for task in ROUTED:
         entry = PIPELINE_REGISTRY.supported_tasks[task]
         if isinstance(entry["impl"], PipelineChoice):
-            entry["impl"] = entry["impl"].stock
+            entry["impl"] = entry["impl"].registered
 
 
 register_pipelines()

@@ -118,7 +118,8 @@ def test_the_registry_changes_when_the_class_is_imported_and_not_when_a_model_is
     model, _, tokenizer = texts
     registered = {task: transformers_task(task) for task in ROUTED}
     assert all(isinstance(choice, PipelineChoice) for choice in registered.values())
-    stock = {task: choice.stock for task, choice in registered.items()}
+    stock = {task: choice.registered for task, choice in registered.items()}
+    assert all(issubclass(choice.routed, choice.stock) for choice in registered.values())
     unregister_pipelines()
     try:
         unregister_pipelines()  # twice is once
@@ -153,7 +154,8 @@ def test_the_import_of_the_class_is_all_that_a_pipeline_needs():
         "print(*names, type(registry.supported_tasks['fill-mask']['impl']).__name__)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["ABCMeta", "PipelineChoice"]
+    before, after = said.split()
+    assert before in ("ABCMeta", "str") and after == "PipelineChoice"  # a class, from 5.23 on its name
 
 
 def transformers_task(task: str):
