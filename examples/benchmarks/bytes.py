@@ -415,7 +415,7 @@ def markdown(rows: Sequence[Row], title: str, weight_bytes: int = 4) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """Format, for every figure, how often rivals are behind ReTeX at the same size, level, or ahead.
 
-    Of the two forms of a rival only the rounded one counts: bfloat16 at the same size is hardly ever better.
+    Of the two forms of a rival only the rounded one counts, so that no rival counts twice.
     """
     lines = []
     for name in FIGURES:
