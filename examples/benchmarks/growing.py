@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bytes import MERGED, ONE_RANK, ROUNDED, Bench, Point, compare
+from bytes_bench import MERGED, ONE_RANK, Bench
+from bytes_table import ROUNDED, Point, compare
 from experiment import RETEX, Study, lines_figure, load, markdown_table, parse, run, write
 from matplotlib.figure import Figure
 

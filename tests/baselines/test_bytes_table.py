@@ -15,8 +15,9 @@ from materials import make_material
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
-import bytes as script
 import growing
+from bytes_bench import MERGED, ONE_RANK, RIVALS, Bench, RetexModel, measure_all, planned
+from bytes_table import FLOAT, FORMS, Point, as_hex, as_json, compare, figure, markdown, summary, tabulate
 from experiment import RETEX, Study
 from recipes import Recipe
 
@@ -25,7 +26,7 @@ from retex_hf.errors import ConfigError
 
 @pytest.fixture
 def bench_of(tmp_path):
-    def make(kind: str, exclude: tuple[str, ...] = ()) -> script.Bench:
+    def make(kind: str, exclude: tuple[str, ...] = ()) -> Bench:
         torch.manual_seed(0)
         material = make_material(kind, rows=8)
         experts = {}
@@ -35,7 +36,7 @@ def bench_of(tmp_path):
         material = replace(material, base=experts.pop("base"), experts=experts, shared={})
         recipe = Recipe(suite="text", config={"exclude": list(exclude)}, batch_size=5)
         study = Study(recipe, material, list(material.validation.values()))
-        return script.Bench(study, study.tests, "test", tmp_path / "work", None)
+        return Bench(study, study.tests, "test", tmp_path / "work", None)
 
     return make
 
@@ -43,22 +44,22 @@ def bench_of(tmp_path):
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_systems_with_enough_bytes_answer_as_the_experts(bench_of, kind):
     bench = bench_of(kind)
-    points = script.measure_all(bench, [RETEX, "SVD on merged", "Twin-Merging"], [0.6], ["float"])
-    assert [point.method for point in points] == [script.MERGED, RETEX, "SVD on merged", "Twin-Merging"]
+    points = measure_all(bench, [RETEX, "SVD on merged", "Twin-Merging"], [0.6], ["float"])
+    assert [point.method for point in points] == [MERGED, RETEX, "SVD on merged", "Twin-Merging"]
     merged, *others = points
     assert merged.share == 0 and merged.error == pytest.approx(1)
     assert not all(rows.all() for rows in merged.agrees.values())
     for point in others:
         assert 0.2 < point.share <= 0.6 and point.error < 0.01
         assert all(rows.all() for rows in point.agrees.values()), point.method
-    rows = script.tabulate(points, bench.experts_correct)
+    rows = tabulate(points, bench.experts_correct)
     assert [row.results["agreement"].value for row in rows[1:]] == [1.0, 1.0, 1.0]
 
 
 def test_retex_is_built_at_the_size_of_rivals_that_have_one(bench_of):
     bench = bench_of("bert")
-    points = script.measure_all(bench, [RETEX, "BitDelta", "EMR"], [0.05], script.FORMS)
-    rows = script.tabulate(points, bench.experts_correct)
+    points = measure_all(bench, [RETEX, "BitDelta", "EMR"], [0.05], FORMS)
+    rows = tabulate(points, bench.experts_correct)
     fixed = [row for row in rows if row.point.method in ("BitDelta", "EMR")]
     assert sorted(row.point.width for row in fixed) == ["", "3", "float"]
     for row in fixed:
@@ -70,13 +71,13 @@ def test_retex_is_built_at_the_size_of_rivals_that_have_one(bench_of):
 
 
 def test_a_second_run_computes_nothing(bench_of, monkeypatch):
-    arguments = [RETEX, "SVD on base"], [0.1, 0.2], script.FORMS
+    arguments = [RETEX, "SVD on base"], [0.1, 0.2], FORMS
     bench = bench_of("bert")
-    first = script.measure_all(bench, *arguments)
-    monkeypatch.setattr(script.Bench, "measure", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(script.Bench, "answers", lambda *_: pytest.fail("answered again"))
-    again = script.Bench(bench.study, bench.study.tests, "test", bench.cells.parent, None)
-    second = script.measure_all(again, *arguments)
+    first = measure_all(bench, *arguments)
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(Bench, "answers", lambda *_: pytest.fail("answered again"))
+    again = Bench(bench.study, bench.study.tests, "test", bench.cells.parent, None)
+    second = measure_all(again, *arguments)
     assert [point.as_dict() for point in first] == [point.as_dict() for point in second]
 
 
@@ -84,13 +85,13 @@ def test_excluded_tensors_do_not_count_in_the_error(bench_of):
     bench = bench_of("bert", ("*embeddings*",))
     point = bench.rival("SVD on merged", "float", 0.6)
     assert point is not None and point.error < 0.01
-    method = bench.fit(script.RIVALS["SVD on merged"], script.FLOAT, 0.01)
+    method = bench.fit(RIVALS["SVD on merged"], FLOAT, 0.01)
     assert not any("embeddings" in name for name in method.differences.sides)
 
 
 def point(method: str, width: str, correct: list[list[int]], agrees: list[list[int]], budget: float = 0.1):
     rows = [dict(zip(TASKS, np.array(found, dtype=bool), strict=False)) for found in (correct, agrees)]
-    return script.Point(method, width, budget, budget, 0.0, {}, *rows)
+    return Point(method, width, budget, budget, 0.0, {}, *rows)
 
 
 EXPERTS = {"red": np.array([1, 1, 1, 0], dtype=bool), "green": np.array([1, 1, 0, 0], dtype=bool)}
@@ -99,7 +100,7 @@ EXPERTS = {"red": np.array([1, 1, 1, 0], dtype=bool), "green": np.array([1, 1, 0
 def test_figures_are_means_over_tasks_relative_to_the_experts():
     ours = point(RETEX, "", [[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]])
     other = point("x", "", [[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 1, 0, 1], [1, 1, 0, 1]])
-    found = script.compare(other, ours, EXPERTS)
+    found = compare(other, ours, EXPERTS)
     assert found["normalised"].value == pytest.approx((2 / 3 + 3 / 2) / 2)
     assert found["worst"].value == pytest.approx(2 / 3)
     assert found["agreement"].value == pytest.approx(0.75)
@@ -111,7 +112,7 @@ def test_figures_are_means_over_tasks_relative_to_the_experts():
 def test_differences_are_paired_by_rows():
     """The same rows right: the difference is zero in every resample, however wide each interval is."""
     right = [[1, 0, 1, 0], [1, 1, 0, 0]]
-    found = script.compare(point("x", "", right, right), point(RETEX, "", right, right), EXPERTS)
+    found = compare(point("x", "", right, right), point(RETEX, "", right, right), EXPERTS)
     assert found["agreement"].low < found["agreement"].high
     for lead in found["lead"].values():
         assert (lead.value, lead.low, lead.high) == (0, 0, 0)
@@ -122,41 +123,43 @@ def test_the_summary_counts_who_is_ahead():
     experts = {task: np.ones(40, dtype=bool) for task in TASKS[:2]}
     ours = point(RETEX, "", right, right)
     others = [point("behind", "3", wrong, wrong), point("level", "float", right, right)]
-    text = script.summary(script.tabulate([*others, ours], experts))
+    text = summary(tabulate([*others, ours], experts))
     assert text.splitlines()[-1] == "| agreement | 1 | 0 | 0 |"  # bfloat16 is no other rival
-    text = script.summary(script.tabulate([*others, point("level", "4", right, right), ours], experts))
+    text = summary(tabulate([*others, point("level", "4", right, right), ours], experts))
     assert text.splitlines()[-1] == "| agreement | 1 | 1 | 0 |"
-    text = script.summary(script.tabulate([point("ahead", "", right, right), point(RETEX, "", wrong, wrong)], experts))
+    text = summary(tabulate([point("ahead", "", right, right), point(RETEX, "", wrong, wrong)], experts))
     assert text.splitlines()[-1] == "| agreement | 0 | 0 | 1 |"
 
 
 def test_a_form_is_a_line_of_its_own():
     right = [[1, 1, 1, 0], [1, 1, 0, 0]]
     points = [point("x", "4", right, right), point("x", "float", right, right), point(RETEX, "", right, right)]
-    rows = script.tabulate(points, EXPERTS)
+    rows = tabulate(points, EXPERTS)
     assert [row.point.line for row in rows] == [RETEX, "x", "x, bfloat16"]
-    lines = script.markdown(rows, "t").splitlines()
+    lines = markdown(rows, "t").splitlines()
     assert lines[-1].startswith("| x | 16 | 10 | 10 | 3.2 | 1.000 | 1.000 | 0.625 | 0.000 | +0.0 [+0.0, +0.0] |"), (
         lines[-1]
     )
-    assert len(script.figure(rows).axes) == 2
+    assert len(figure(rows).axes) == 2
 
 
 def test_every_rival_fits_its_share(bench_of):
     bench = bench_of("bert")
-    for label, form, share in script.planned(list(script.RIVALS), [0.05], script.FORMS):
-        method = bench.fit(script.RIVALS[label], form, share)
+    for label, form, share in planned(list(RIVALS), [0.05], FORMS):
+        method = bench.fit(RIVALS[label], form, share)
         assert method.added_bytes() >= 0
         assert share is None or method.added_bytes() <= share * bench.experts_bytes
-        if script.RIVALS[label].has_bits:
-            assert (method.bits is None) == (form == script.FLOAT)
+        if RIVALS[label].has_bits:
+            assert (method.bits is None) == (form == FLOAT)
 
 
 def test_around_the_base_the_merged_model_is_the_base(bench_of, monkeypatch):
     bench, built = bench_of("bert"), []
-    make = script.RetexModel.from_experts
+    make = RetexModel.from_experts
     monkeypatch.setattr(
-        script.RetexModel, "from_experts", lambda *args, **options: built.append(make(*args, **options)) or built[-1]
+        RetexModel,
+        "from_experts",
+        lambda *args, **options: built.append(make(*args, **options)) or built[-1],
     )
     found = bench.around_base(0.6)
     assert found is not None and found.share <= 0.6 and found.error < 0.01
@@ -166,18 +169,21 @@ def test_around_the_base_the_merged_model_is_the_base(bench_of, monkeypatch):
 
 def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
     bench = bench_of("bert")
-    arguments = ["SVD on base", "BitDelta"], [0.1], script.FORMS
-    first = script.measure_all(bench, *arguments)
+    arguments = ["SVD on base", "BitDelta"], [0.1], FORMS
+    first = measure_all(bench, *arguments)
     file = tmp_path / "bytes.json"
-    rows = script.tabulate(first, bench.experts_correct)
-    results = {"experts_correct": script.as_hex(bench.experts_correct), "points": [script.as_json(row) for row in rows]}
+    rows = tabulate(first, bench.experts_correct)
+    results = {
+        "experts_correct": as_hex(bench.experts_correct),
+        "points": [as_json(row) for row in rows],
+    }
     results["recipe"] = {"config": {"exclude": []}}
     file.write_text(json.dumps(results))
-    again = script.Bench(bench.study, bench.study.tests, "test", tmp_path / "elsewhere", None)
+    again = Bench(bench.study, bench.study.tests, "test", tmp_path / "elsewhere", None)
     again.learn(file)
     again.merged()
-    monkeypatch.setattr(script.Bench, "measure", lambda *_: pytest.fail("measured again"))
-    second = script.measure_all(again, *arguments)
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured again"))
+    second = measure_all(again, *arguments)
     assert [point.as_dict() for point in first] == [point.as_dict() for point in second]
     results["recipe"]["config"]["exclude"] = ["*bias"]
     file.write_text(json.dumps(results))
@@ -202,7 +208,12 @@ def test_growing_numbers_of_tasks(bench_of, tmp_path):
     rows = []
     for size in (2, 3):
         found = growing.points_of(study.subset(size), 0.3, tmp_path, None)
-        assert [point.method for point, _ in found] == [script.MERGED, RETEX, script.ONE_RANK, "SVD on merged"]
+        assert [point.method for point, _ in found] == [
+            MERGED,
+            RETEX,
+            ONE_RANK,
+            "SVD on merged",
+        ]
         rows += [growing.row(point, experts, study.tasks[:2]) for point, experts in found]
         merged, _ = found[0]
         shares = [merged.agrees[task].mean() for task in study.tasks[:size]]

@@ -10,8 +10,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
-import bytes as script
 import bytes_summary
+from bytes_table import Point, as_json, from_digits, from_hex, markdown, tabulate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
@@ -28,15 +28,15 @@ def test_the_full_tables_are_those_of_the_results(suite):
     results = json.loads((bytes_summary.RESULTS / f"bytes_{suite}.json").read_text(encoding="utf-8"))
     points = []
     for found in results["points"]:
-        rows = {part: script.from_digits(script.from_hex(found[part])) for part in ("correct", "agrees")}
+        rows = {part: from_digits(from_hex(found[part])) for part in ("correct", "agrees")}
         points.append(
-            script.Point(
+            Point(
                 found["method"], found["width"], found["budget"], found["share"], found["error"], found["state"], **rows
             )
         )
-    experts = script.from_digits(script.from_hex(results["experts_correct"]))
-    table = script.tabulate(points, experts)
-    assert [script.as_json(row) for row in table] == results["points"]
+    experts = from_digits(from_hex(results["experts_correct"]))
+    table = tabulate(points, experts)
+    assert [as_json(row) for row in table] == results["points"]
     text = (bytes_summary.RESULTS / f"bytes_{suite}.md").read_text(encoding="utf-8")
     title = text.splitlines()[0].removeprefix("# Bytes: ")
-    assert script.markdown(table, title) == text
+    assert markdown(table, title) == text
