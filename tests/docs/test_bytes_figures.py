@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import bytes_summary
+import growing
 from bytes_table import Point, as_json, from_digits, from_hex, markdown, tabulate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
@@ -40,3 +41,11 @@ def test_the_full_tables_are_those_of_the_results(suite):
     text = (bytes_summary.RESULTS / f"bytes_{suite}.md").read_text(encoding="utf-8")
     title = text.splitlines()[0].removeprefix("# Bytes: ")
     assert markdown(table, title) == text
+
+
+def test_growing_numbers_of_tasks_are_those_of_the_results():
+    results = json.loads((bytes_summary.RESULTS / "growing_text21.json").read_text(encoding="utf-8"))
+    text = growing.markdown(results["rows"], len(results["first"]))
+    assert (bytes_summary.RESULTS / "growing_text21.md").read_text(encoding="utf-8") == text
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| merged")]
+    assert "\n".join(lines) in PAGE
