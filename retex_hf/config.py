@@ -33,7 +33,7 @@ FAR_QUANTILE, FAR_SLACK = 0.97, 1.0
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
-SIGNATURES = ("inputs", "weights")
+SIGNATURES = ("auto", "inputs", "weights")
 WEIGHTINGS = ("tasks", "plain")
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 NUMBER = re.compile(r"\s*\d*\.?\d+(?:[eE][+-]?\d+)?\s*")
@@ -129,8 +129,9 @@ class RetexConfig:
             have to their own task; a task with fewer than 4 references has no such threshold, and no row is
             out-of-distribution for it.
         temperature: Temperature of the softmax over negative residuals.
-        signatures: Source of the signatures that identify a task: reference `"inputs"` given to `fit_signatures`, or
-            its `"weights"`, which need no inputs: a row belongs to the task whose update responds most to it.
+        signatures: What identifies the task of a row: reference `"inputs"` given to `fit_signatures`, or the experts'
+            `"weights"`, which need none: a row belongs to the task whose update responds most to it, compared with how
+            it responds to synthetic inputs (random tokens, noise). `"auto"` takes weights until there are references.
         feature_layer: Layer from which the features that identify a task are read: a module name, an index into the
             model's blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
             held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to this
@@ -176,7 +177,7 @@ class RetexConfig:
     heads: str | list[str] = "auto"
     routing: str | dict[str, Any] = "hard"
     temperature: float = 1.0
-    signatures: str = "inputs"
+    signatures: str = "auto"
     feature_layer: str | int = "auto"
     feature_pooling: str = "mean"
     feature_source: str = "merged"
@@ -233,14 +234,14 @@ class RetexConfig:
             )
         if self.recovery == "affine" and self.soft_training is not None:
             raise ConfigError('RetexConfig.recovery="affine" and soft_training exclude each other.')
-        if self.shared_trunk and (self.signatures != "inputs" or self.feature_source != "merged"):
+        if self.shared_trunk and (self.signatures == "weights" or self.feature_source != "merged"):
             raise ConfigError(
-                'RetexConfig.shared_trunk needs signatures="inputs" and feature_source="merged": the trunk '
+                'RetexConfig.shared_trunk needs signatures of reference inputs and feature_source="merged": the trunk '
                 "identifies a row, and the row's expert continues from it."
             )
         if self.signatures == "weights" and routing_options(self.routing)["far"] is not None:
             raise ConfigError(
-                'RetexConfig.routing with "far" needs signatures="inputs": its threshold is set from reference inputs.'
+                'RetexConfig.routing with "far" needs signatures of reference inputs, which set its threshold.'
             )
         if self.recovery == "affine" and self.signatures == "weights":
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import RetexConfig
+from ..config import RetexConfig, routing_options
 from ..recovery import RecoveryModule
 from ..routing import Signatures, WeightSignatures
 from ..utils.tensor_bank import TensorBank
@@ -53,6 +53,15 @@ class RetexParts:
     def modules(self) -> dict[str, nn.Module]:
         """Return the parts that are modules, by name."""
         return {name: getattr(self, name) for name in MODULES}
+
+    @property
+    def identified_by(self) -> str | None:
+        """Return what tells the tasks of rows apart, `"inputs"` or `"weights"`; None where nothing does yet."""
+        if isinstance(self.signatures, Signatures):
+            return "inputs"
+        # Scaled weights have no update of low rank, and thresholds need references.
+        possible = self.config.recovery == "offset" and routing_options(self.config.routing)["far"] is None
+        return "weights" if self.config.signatures != "inputs" and possible else None
 
     @property
     def base_tensors(self) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from .not_supported import set_vocabulary as set_vocabulary
 from .plain_modules import cast as cast
 from .plain_modules import feature_call as feature_call
 from .plain_modules import feature_root as feature_root
+from .plain_modules import input_form as input_form
 from .plain_modules import is_dual_encoder as is_dual_encoder
 from .plain_modules import is_text_parameter as is_text_parameter
 from .plain_modules import main_inputs as main_inputs

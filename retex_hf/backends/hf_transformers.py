@@ -39,6 +39,7 @@ from ..errors import CheckpointError, RetexError, brief, first_line, shorten
 from . import sentence_modules
 from .config_limits import check_counts, check_weights, limited_pieces
 from .containment import contained
+from .input_forms import TOKEN_ID, InputForm, transformers_form
 from .not_supported import describe as describe
 from .untrusted_config import check_options, vet_generation_config, vet_transformers_config
 
@@ -75,7 +76,6 @@ NOT_COMPUTED = re.compile(
     r"model_max_length|max_length|min_length|mask_(time|feature)_\w+|apply_spec_augment|\w*loss\w*|\w*aux\w*|label_smoothing|"
     r"keys_to_ignore_at_inference|pretrained_cfg|tie_word_embeddings|reference_compile|pad_to_multiple_of|pretraining_tp"
 )
-TOKEN_ID = re.compile(r"_token_ids?$|_token_index$")
 logger = logging.getLogger(__name__)
 # Constants that earlier versions of transformers saved and that models now compute.
 CONSTANTS = re.compile(r"(^|\.)(position_ids|token_type_ids|relative_position_index|masked_bias|inv_freq)$")
@@ -707,3 +707,8 @@ def row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
     # Texts first, because a text may have several images or none; a dual encoder's texts are no rows.
     texts = () if is_dual_encoder(model) else ("input_ids", "inputs_embeds")
     return (*texts, *main_inputs(model), *INPUTS, "inputs")
+
+
+def input_form(model: PreTrainedModel) -> InputForm | None:
+    """Return what the main input looks like, as far as the configuration says."""
+    return transformers_form(model, main_inputs(model)[0])

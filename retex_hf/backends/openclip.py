@@ -24,6 +24,7 @@ from ..checkpoints.sources import Source, TensorInfo
 from ..errors import CheckpointError, RetexError, first_line, shorten
 from .config_limits import check_weights, limited_model
 from .containment import contained
+from .input_forms import IMAGE_SIZE, InputForm, Signal
 from .not_supported import own_token_ids as own_token_ids
 from .not_supported import resize_vocabulary as resize_vocabulary
 from .not_supported import set_labels as set_labels
@@ -298,3 +299,9 @@ def main_inputs(model: nn.Module) -> tuple[str, ...]:
 def row_inputs(model: nn.Module) -> tuple[str, ...]:
     """Return the names of inputs that tell how many rows a batch has; the first match wins."""
     return (*main_inputs(model), "text")
+
+
+def input_form(model: OpenClipModel) -> InputForm:
+    """Return the form of the images."""
+    size = getattr(model.visual, "image_size", None) or IMAGE_SIZE
+    return Signal("image", (3, *((size, size) if isinstance(size, int) else size)), smooth=2)

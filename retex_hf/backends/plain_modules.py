@@ -154,3 +154,7 @@ def row_inputs(model: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind not in kinds)
+
+
+def input_form(model: nn.Module) -> None:
+    """Return nothing: no configuration says what the input looks like."""

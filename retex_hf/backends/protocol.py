@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoints.folder_files import FolderFiles
 from ..checkpoints.inventory import Inventory
 from ..checkpoints.sources import Source, TensorInfo
+from .input_forms import InputForm
 
 Model = TypeVar("Model", bound=nn.Module, contravariant=True)
 
@@ -147,6 +148,9 @@ class Backend(Protocol[Model]):
 
     def row_inputs(self, model: Model) -> tuple[str, ...]:
         """Return the names of inputs that tell how many rows a batch has; the first that is given counts."""
+
+    def input_form(self, model: Model) -> InputForm | None:
+        """Return what the main input looks like; None where nothing says so."""
 
     def feature_root(self, model: Model) -> nn.Module:
         """Return the module in which inputs become features."""

@@ -18,6 +18,7 @@ from ..checkpoints.sources import Source
 from ..errors import CheckpointError, RetexError, first_line
 from .config_limits import check_weights, limited_model
 from .containment import contained
+from .input_forms import InputForm, Signal
 from .named_tensors import align as align
 from .named_tensors import check_names, fill, save_tensors
 from .named_tensors import file_form as file_form
@@ -259,3 +260,9 @@ def set_labels(model: TimmModel, labels: dict[str, Any]) -> None:
     config = deepcopy(getattr(model, CONFIG_ATTRIBUTE)) | {"num_classes": len(names), "label_names": names}
     setattr(model, CONFIG_ATTRIBUTE, config)
     model.num_classes = len(names)
+
+
+def input_form(model: nn.Module) -> InputForm:
+    """Return the form of images that the model was made for."""
+    settings: Any = model.pretrained_cfg
+    return Signal(main_inputs(model)[0], tuple(settings["input_size"]), smooth=2)

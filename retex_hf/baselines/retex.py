@@ -55,7 +55,7 @@ class Retex(Method):
             config, options = replace(self.config, merge=merge), {"progress": False, **self.options}
             self.model = RetexModel.from_experts(material.base, material.experts, config, **options)
         config = self.model.retex_config
-        if self.model.signatures is None and config.signatures == "inputs" and material.train:
+        if self.model.signatures is None and config.signatures != "weights" and material.train:
             references = {task: material.references(task, config.num_reference) for task in self.model.tasks}
             self.model.fit_signatures(references, progress=False)
 

@@ -91,7 +91,7 @@ class BuildOptions(Options):
         model = make(recipe, progress=True)
         errors = [error for error in model.recovery_errors.values() if error is not None]
         mean = sum(errors) / len(errors) if errors else 0.0
-        signed = "signed" if model.signatures is not None else "not signed yet (retex sign)"
+        signed = "signed" if model.signatures is not None else "not signed with inputs yet (retex sign)"
         say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
         if recipe.push_to_hub:
             with waiting(f"Pushing to {without_secrets(recipe.push_to_hub)}"):

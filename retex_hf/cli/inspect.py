@@ -60,8 +60,9 @@ class InspectOptions(Options):
 def _signed(found: dict[str, Any]) -> str:
     signatures = found["signatures"]
     if signatures is None:
-        by_weights = found["config"]["signatures"] == "weights"
-        return "told apart by their weights." if by_weights else "no signatures yet (retex sign)."
+        source = found["config"]["signatures"]
+        by_weights = "told apart by their weights" + (" until retex sign." if source == "auto" else ".")
+        return "no signatures yet (retex sign)." if source == "inputs" else by_weights
     return f"features of {signatures['feature_layer']}."
 
 

@@ -106,7 +106,7 @@ class PredictOptions(DeviceOptions):
             model.routing = self.routing
         if self.task is not None:
             model.set_adapter(self.task)
-        elif model.signatures is None and model.retex_config.signatures == "inputs":
+        elif model.parts().identified_by is None:
             raise InputError(f"{self.artifact} has no signatures yet: run retex sign, or name the task with --task.")
         preprocessor = preprocessor_of(model, self.max_length)
         generate: dict[str, Any] = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}

@@ -54,7 +54,7 @@ class AddTaskOptions(DeviceOptions):
         model = RetexModel.from_pretrained(self.artifact, **self.model_options)
         if model.signatures is not None and self.data is None:
             raise ConfigError(f"{self.artifact} is signed: say with --data where inputs of {self.task!r} are.")
-        if model.signatures is None and model.retex_config.signatures == "inputs" and self.data is not None:
+        if model.signatures is None and model.retex_config.signatures != "weights" and self.data is not None:
             raise ConfigError(f"{self.artifact} is not signed: leave out --data, and run retex sign afterwards.")
         known = (model.recipe or RecipeRecord()).references().get("max_length")
         length = known if self.max_length is None else self.max_length

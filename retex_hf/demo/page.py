@@ -265,7 +265,7 @@ def _html(value: str = "", **options: Any) -> gr.HTML:
 
 def _choices(model: RetexModel) -> list[tuple[str, int]]:
     """List the choices: routing, where the model supports it, and every task."""
-    can_route = model.signatures is not None or model.retex_config.signatures == "weights"
+    can_route = model.parts().identified_by is not None
     tasks = [(task, index) for index, task in enumerate(model.tasks)]
     return [("Route automatically", AUTOMATIC), *tasks] if can_route else tasks
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..artifact.state import RetexParts
 from ..backends import library_of
 from ..config import RetexConfig
+from ..errors import first_line
 from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
 from ..execution.vocabulary_rows import rows_beyond, with_all_rows
-from ..routing import FeatureExtractor, WeightScorer, candidate_layers, trying
+from ..routing import FeatureExtractor, WeightScorer, WeightSignatures, candidate_layers, synthetic_batches, trying
+
+logger = logging.getLogger(__name__)
 
 
 def extractor_of(
@@ -51,6 +57,29 @@ def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any
         return WeightScorer(extract([parts.signatures.feature_layer]), parts.recovery)
     usable = trying(extract, candidate_layers(parts.model, parts.config), sample)
     return WeightScorer(extract(usable.layers[-1:]), parts.recovery)
+
+
+def centre_of(parts: RetexParts, scorer: WeightScorer) -> Tensor:
+    """Return the scores (T,) that inputs of no task have: of the pool that the model was given, else of synthetic
+    inputs, else nothing; and say so in the log, unless it was a pool."""
+    if isinstance(parts.signatures, WeightSignatures):
+        return parts.signatures.centre
+    centre, compared = parts.recovery.task_embedding.new_zeros(len(parts.config.tasks)), "alone"
+    form = library_of(parts.model).input_form(parts.model)
+    if form is not None:
+        parameter = next(parts.model.parameters())
+        batches = synthetic_batches(form, parameter.device, parameter.dtype)
+        try:
+            centre = WeightSignatures.fit(lambda _: scorer, batches).centre
+            compared = "compared with synthetic inputs"
+        except Exception as error:  # of a model that needs other inputs too
+            compared = f"alone, because synthetic inputs do not run ({first_line(error)})"
+    logger.warning(
+        "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of each "
+        "task, which identify it better.",
+        compared,
+    )
+    return centre
 
 
 def runner_of(parts: RetexParts, cache: ExpertCache | None = None, **options: Any) -> ExpertRunner:

@@ -29,8 +29,8 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, decide, trunk_blocks
-from .components import extractor_of, runner_of, scorer_of, trunk_cached
+from ..routing import FeatureExtractor, Routing, Signatures, decide, trunk_blocks
+from .components import centre_of, extractor_of, runner_of, scorer_of, trunk_cached
 from .peft_names import check_spelling
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ class Snapshot:
         """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
         signatures, record = self.parts.signatures, None
         routing, thresholds = self.parts.config.routing, None
-        if self.parts.config.signatures == "weights":
-            scores = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))(inputs)
-            residuals = -scores
-            if isinstance(signatures, WeightSignatures):
-                residuals = signatures.centre.to(scores.device) - scores
+        if self.parts.identified_by == "weights":
+            scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
+            centre = self.cache.get("centre", lambda: centre_of(self.parts, scorer))
+            scores = scorer(inputs)
+            residuals = centre.to(scores.device) - scores
         elif not isinstance(signatures, Signatures):
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:

@@ -6,6 +6,7 @@ from .fitting import as_batches, fit_signatures, noted, reference_features, tryi
 from .layers import block_lists, candidate_layers, feature_blocks, trunk_blocks
 from .pooling import pool
 from .signatures import Signatures, fit_signature, held_out_accuracy, shallowest_good
+from .synthetic import synthetic_batches
 from .trunk_parameters import describe_trunk, keeps_cache, trunk_parameters
 from .weight_scores import WeightScorer, WeightSignatures
 
@@ -30,6 +31,7 @@ __all__ = [
     "pool",
     "reference_features",
     "shallowest_good",
+    "synthetic_batches",
     "trunk_blocks",
     "trunk_parameters",
     "trying",

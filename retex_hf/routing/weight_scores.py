@@ -157,8 +157,9 @@ class WeightScorer:
         layers = [name for name in names if _can_respond(modules[name], recovery[f"{name}.weight"])]
         if not layers:
             raise ConfigError(
-                'RetexConfig.signatures="weights" needs a recovered linear or convolution layer on the way to '
-                f'{self.feature_layer!r}, and there is none: use signatures="inputs".'
+                "To identify tasks by their weights needs a recovered linear or convolution layer on the way to "
+                f"{self.feature_layer!r}, and there is none: call fit_signatures with inputs of each task, or name the "
+                "task with task=."
             )
         for name in layers:
             modules[name].register_forward_pre_hook(partial(_listen, name))
@@ -174,8 +175,9 @@ class WeightScorer:
         heard = [scores for scores in current.heard if len(scores) == rows]
         if not heard:
             raise ConfigError(
-                f'RetexConfig.signatures="weights": on the way to {self.feature_layer!r} no layer runs in which all '
-                'tasks differ from the merged model: use signatures="inputs".'
+                f"Tasks cannot be identified by their weights: on the way to {self.feature_layer!r} no layer runs in "
+                "which all tasks differ from the merged model; call fit_signatures with inputs of each task, or name "
+                "the task with task=."
             )
         return torch.stack(heard).mean(0)
 

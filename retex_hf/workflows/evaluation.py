@@ -99,7 +99,7 @@ def evaluate_model(
 def _modes(method: Method, predictor: Predictor) -> Sequence[str]:
     """Return the modes to run; a model without signatures cannot be asked with the task unknown."""
     model = predictor.model
-    routed = model.signatures is not None or model.retex_config.signatures == "weights"
+    routed = model.parts().identified_by is not None
     return ("known", "unknown", "oracle") if routed or not method.routes else ("known",)
 
 

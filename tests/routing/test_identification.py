@@ -260,7 +260,7 @@ def test_references_that_give_no_numbers_are_refused():
 
 
 def test_without_signatures_the_error_says_what_to_do():
-    model, _ = build_retex("gpt2")
+    model, _ = build_retex("gpt2", signatures="inputs")
     for call in (model.identify, model, model.generate):
         with pytest.raises(
             RetexError, match=r"no task signatures yet: call fit_signatures, or name the task with task="

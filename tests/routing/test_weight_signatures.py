@@ -11,8 +11,10 @@ from transformers import BertConfig, BertModel
 from transformers.pytorch_utils import Conv1D
 from trust.mutations import reseal
 
-from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexModel
-from retex_hf.routing import WeightSignatures
+from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexError, RetexModel
+from retex_hf.backends import library_of
+from retex_hf.backends.input_forms import Signal, Tokens
+from retex_hf.routing import Signatures, WeightSignatures, synthetic_batches
 
 OPTIONS = {
     "low rank": {"rank": 3},
@@ -74,14 +76,23 @@ def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], ru
 
 
 @torch.no_grad()
+def expected_residuals(model: RetexModel, prefix: str, inputs: dict[str, Tensor], run=None) -> Tensor:
+    """How much less than to synthetic inputs the updates respond to these."""
+    base = model.get_base_model()
+    batches = synthetic_batches(library_of(base).input_form(base))
+    centre = torch.cat([defined_scores(model, prefix, batch, run) for batch in batches]).mean(0)
+    return centre - defined_scores(model, prefix, inputs, run)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_score_is_the_mean_log_response_of_the_update(options):
     model, inputs = build("bert", **options), tokens(6)
     found = model.identify(**inputs)
-    expected = defined_scores(model, "encoder.", inputs)
-    torch.testing.assert_close(-found.residuals, expected, rtol=1e-3, atol=1e-4)
-    assert found.task_ids.tolist() == expected.argmax(1).tolist()
-    torch.testing.assert_close(found.probabilities, expected.softmax(1), rtol=1e-3, atol=1e-3)
+    expected = expected_residuals(model, "encoder.", inputs)
+    torch.testing.assert_close(found.residuals, expected, rtol=1e-3, atol=1e-4)
+    assert found.task_ids.tolist() == expected.argmin(1).tolist()
+    torch.testing.assert_close(found.probabilities, (-expected).softmax(1), rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -97,8 +108,8 @@ def test_every_kind_of_layer_has_its_response(family, prefix, order):
     if family == "t5":
         inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
         run = model.get_base_model().get_encoder()
-    scores = -model.identify(**inputs).residuals
-    torch.testing.assert_close(scores, defined_scores(model, prefix, inputs, run), rtol=1e-3, atol=1e-4)
+    found = model.identify(**inputs).residuals
+    torch.testing.assert_close(found, expected_residuals(model, prefix, inputs, run), rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
@@ -107,8 +118,8 @@ def test_the_image_side_of_a_dual_encoder_is_heard():
     image = torch.randn(5, 3, 32, 32)
     routed = model.encode_image(image)
     found = model.identify(image)
-    scores = defined_scores(model, "visual.", {"image": image}, model.get_base_model().encode_image)
-    torch.testing.assert_close(-found.residuals, scores, rtol=1e-3, atol=1e-4)
+    expected = expected_residuals(model, "visual.", {"image": image}, model.get_base_model().encode_image)
+    torch.testing.assert_close(found.residuals, expected, rtol=1e-3, atol=1e-4)
     for row, task in enumerate(found.tasks):
         expected = model.encode_image(image, task=task)[row]
         torch.testing.assert_close(routed[row], expected, rtol=1e-4, atol=1e-5)
@@ -122,9 +133,9 @@ def test_a_feature_layer_limits_how_deep_the_pass_goes():
         ran = []
         model.get_base_model().encoder.layer[1].register_forward_hook(lambda *_, ran=ran: ran.append(1))
         model.expert_cache.clear()
-        scores = -model.identify(**inputs).residuals
+        found = model.identify(**inputs).residuals
         assert ran == []
-        torch.testing.assert_close(scores, defined_scores(model, "encoder.layer.0.", inputs), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found, expected_residuals(model, "encoder.layer.0.", inputs), rtol=1e-3, atol=1e-4)
 
 
 def aligned_experts(base: nn.Module, directions: Tensor) -> dict[str, nn.Module]:
@@ -224,7 +235,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence():
     with pytest.raises(ConfigError, match=r'recovery="affine" and signatures="weights" exclude each other'):
         RetexConfig(rank=4, signatures="weights", recovery="affine")
     model = build("bert", exclude=["encoder", "pooler"])
-    with pytest.raises(ConfigError, match=r'needs a recovered linear or convolution layer.*use signatures="inputs"'):
+    with pytest.raises(ConfigError, match=r"needs a recovered linear or convolution layer.*call fit_signatures"):
         model.identify(**tokens(2))
     model = build("bert")
     with pytest.raises(InputError, match="one pool of batches, not one per task"):
@@ -243,5 +254,68 @@ def test_layers_that_a_task_leaves_alone_do_not_count():
             experts["red"].state_dict()[name].copy_(sum(other[name] for other in others) / 2)
     model, _ = build_from(base, experts, rank="full", signatures="weights")
     inputs = tokens(4)
-    expected = defined_scores(model, "encoder.layer.0.", inputs)
-    torch.testing.assert_close(-model.identify(**inputs).residuals, expected, rtol=1e-3, atol=1e-4)
+    expected = expected_residuals(model, "encoder.layer.0.", inputs)
+    torch.testing.assert_close(model.identify(**inputs).residuals, expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_alone_are_enough_to_route_and_the_log_says_how(caplog):
+    model, _ = build_retex("gpt2")
+    assert model.retex_config.signatures == "auto"
+    inputs = tokens(4)
+    generated = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert "respond to an input, compared with synthetic inputs: give fit_signatures some inputs" in caplog.text
+    for row, task in enumerate(model.identify(**inputs).tasks):
+        alone = model.generate(**inputs, task=task, max_new_tokens=3, do_sample=False)
+        assert generated[row].tolist() == alone[row].tolist()
+    assert caplog.text.count("compared with synthetic inputs") == 1
+    by_weights = model.identify(**inputs).residuals
+    model.fit_signatures({task: [tokens(6)] for task in TASKS}, progress=False)
+    assert isinstance(model.signatures, Signatures)
+    assert not torch.allclose(model.identify(**inputs).residuals, by_weights)
+
+
+def test_reference_inputs_alone_can_be_asked_for():
+    for options in ({"signatures": "inputs"}, {"recovery": "affine", "rank": 3}):
+        model, _ = build_retex("bert", **options)
+        with pytest.raises(
+            RetexError, match="no task signatures yet: call fit_signatures, or name the task with task="
+        ):
+            model.identify(**tokens(2))
+    model, _ = build_retex("bert", routing={"method": "hard", "far": "merged"})
+    with pytest.raises(RetexError, match="no task signatures yet"):
+        model.identify(**tokens(2))
+
+
+@torch.no_grad()
+def test_a_model_that_nothing_is_known_of_is_not_centred(caplog):
+    """No configuration says what a plain module takes."""
+    base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+    model, _ = build_from(base, make_experts(base), rank=2)
+    inputs = torch.randn(5, 6)
+    assert library_of(base).input_form(base) is None
+    found = model.identify(inputs).residuals
+    assert "respond to an input, alone" in caplog.text
+    torch.testing.assert_close(found, -defined_scores(model, "", {"input": inputs}), rtol=1e-3, atol=1e-4)
+
+
+def test_synthetic_tokens_are_ordinary_tokens_of_several_lengths():
+    form = Tokens("input_ids", 50, longest=20, reserved=frozenset({0, 7}))
+    batches = list(synthetic_batches(form))
+    assert [batch["input_ids"].shape for batch in batches] == [(32, 8), (32, 16), (32, 20), (32, 20)]
+    seen = torch.cat([batch["input_ids"].flatten() for batch in batches])
+    assert set(seen.tolist()) == set(range(50)) - {0, 7}
+    again = list(synthetic_batches(form))
+    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(batches, again, strict=True))
+
+
+def test_synthetic_signals_have_the_spectrum_of_nature():
+    batches = list(synthetic_batches(Signal("pixel_values", (3, 64, 64), smooth=2)))
+    images = torch.cat([batch["pixel_values"] for batch in batches])
+    assert images.shape == (128, 3, 64, 64)
+    rows = images.flatten(1)
+    torch.testing.assert_close(rows.mean(1), torch.zeros(128), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows.std(1), torch.ones(128))
+    power = torch.fft.fft2(images).abs().square().mean((0, 1))
+    # Power falls with the square of the frequency: between 2 and 16 by 64.
+    assert 40 < (power[2, 0] + power[0, 2]) / (power[16, 0] + power[0, 16]) < 100

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from ...config import RetexConfig, routing_options
-from ...routing import WeightSignatures
 from ...utils.terminal import visible
 from ..sizes import bytes_of_experts, sizes_of
 from ..state import RetexParts
@@ -30,7 +29,7 @@ def context(
     rendered once, so it is never a template either.
     """
     config, routing = parts.config, routing_options(parts.config.routing)
-    identifies = parts.signatures is not None or config.signatures == "weights"
+    identifies = parts.identified_by is not None
     use = use_of(parts.model)
     return {
         "title": plain(name.rpartition("/")[2]),
@@ -139,9 +138,10 @@ def _contents(parts: RetexParts) -> list[str]:
 
 def _signatures(parts: RetexParts) -> str:
     found = parts.signatures
-    if isinstance(found, WeightSignatures) or (found is None and parts.config.signatures == "weights"):
+    if parts.identified_by == "weights":
         return (
-            "Tasks are told apart by how strongly each one's own update responds to an input, without reference inputs."
+            "Tasks are told apart by how strongly each one's own update responds to an input, without reference inputs "
+            "of each."
         )
     if found is None:
         return "No signatures: tasks cannot be told apart from inputs yet."
