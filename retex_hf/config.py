@@ -34,6 +34,7 @@ POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIGNATURES = ("auto", "inputs", "weights")
+IDENTIFICATIONS = ("whitened", "residual")
 WEIGHTINGS = ("tasks", "plain")
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 NUMBER = re.compile(r"\s*\d*\.?\d+(?:[eE][+-]?\d+)?\s*")
@@ -128,13 +129,18 @@ class RetexConfig:
             its residual to every task exceeds `slack` times the `quantile` of the residuals that held-out references
             have to their own task; a task with fewer than 4 references has no such threshold, and no row is
             out-of-distribution for it.
-        temperature: Temperature of the softmax over negative residuals.
+        temperature: Temperature of the softmax over negative residuals; default: the one at which the probabilities of
+            held-out references are right, or 1 where tasks are identified by weights.
         signatures: What identifies the task of a row: reference `"inputs"` given to `fit_signatures`, or the experts'
             `"weights"`, which need none: a row belongs to the task whose update responds most to it, compared with how
             it responds to synthetic inputs (random tokens, noise). `"auto"` takes weights until there are references.
+        identification: How features are compared with those of references: by the distance to a task's subspace, as
+            the paper does (`"residual"`), or by the same distance over up to four layers, in which directions count
+            less the more inputs of one task vary along them (`"whitened"`).
         feature_layer: Layer from which the features that identify a task are read: a module name, an index into the
-            model's blocks (negative counts from the end), or `"auto"`, which picks the shallowest block that identifies
-            held-out reference inputs as well as the best one does. With `signatures="weights"` all layers up to this
+            model's blocks (negative counts from the end), or `"auto"`, which picks the shallowest block of the last
+            two thirds that identifies held-out reference inputs, as they are and perturbed, as well as the best one
+            does. With `signatures="weights"` all layers up to this
             one count, and `"auto"` is the last block.
         feature_pooling: `"mean"` over unmasked tokens, or the `"first"` or `"last"` unmasked token.
         feature_source: Model that computes the features: the `"merged"` one, or the `"pretrained"` one (which is then
@@ -176,8 +182,9 @@ class RetexConfig:
     exclude: list[str] = field(default_factory=list)
     heads: str | list[str] = "auto"
     routing: str | dict[str, Any] = "hard"
-    temperature: float = 1.0
+    temperature: float | None = None
     signatures: str = "auto"
+    identification: str = "whitened"
     feature_layer: str | int = "auto"
     feature_pooling: str = "mean"
     feature_source: str = "merged"
@@ -251,13 +258,15 @@ class RetexConfig:
 
     @classmethod
     def paper(cls, **options: Any) -> RetexConfig:
-        """Return the paper's own setting: one rank of 256 everywhere, float32, and the plain sum of squared errors.
+        """Return the paper's own setting: one rank of 256 everywhere, float32, the plain sum of squared errors, and
+        tasks identified by residuals at the last layer.
 
         >>> from retex_hf import RetexConfig
         >>> RetexConfig.paper().rank, RetexConfig.paper(rank=64, recovery="affine").rank
         (256, 64)
         """
-        return cls(**{"rank": PAPER_RANK, "weighting": "plain", **options})
+        paper = {"rank": PAPER_RANK, "weighting": "plain", "identification": "residual", "feature_layer": -1}
+        return cls(**{**paper, **options})
 
     def with_weighting(self, solver: str) -> RetexConfig:
         """Return the configuration with the weighting that a solver uses, where none was given."""
@@ -454,7 +463,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "inner_rank": (lambda v: v is None or _is_int(v, 1), "a positive integer or None"),
     "storage": (
         lambda v: v is None or _is_storage(v),
-        'a share of the experts\' bytes in (0, 1], as a number or such as "1%", a size such as "50MB", or None',
+        'a share of the experts\' bytes, as a number in (0, 1] or such as "1%", a size (a text in B, kB, KB, MB, GB, '
+        'TB, KiB, MiB, GiB or TiB, such as "50MB"), or None',
     ),
     "weighting": (lambda v: v is None or v in WEIGHTINGS, f"one of {WEIGHTINGS} or None"),
     "task_embedding_dim": (
@@ -480,8 +490,9 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         f'one of {ROUTINGS}, or {{"method": one of them, "far": "merged" (or "soft", with "hard"), "quantile": a share '
         'in (0, 1], "slack": a number above 0}',
     ),
-    "temperature": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0"),
+    "temperature": (lambda v: v is None or (_is_number(v) and 0 < v < math.inf), "a number above 0, or None"),
     "signatures": (lambda v: v in SIGNATURES, f"one of {SIGNATURES}"),
+    "identification": (lambda v: v in IDENTIFICATIONS, f"one of {IDENTIFICATIONS}"),
     "feature_layer": (
         lambda v: _is_int(v) or (isinstance(v, str) and v != ""),
         'a module name, an index or "auto"',

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..errors import ArtifactError, CheckpointError, brief, shorten
 from ..execution import beside_own
 from ..recovery import ComponentGenerator, ComponentLayout, Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from ..recovery.quantize import stored_parts
-from ..routing import Signatures, WeightSignatures
+from ..routing import FeatureSpace, Signatures, WeightSignatures
 from ..utils.devices import one_device
 from ..utils.module_tensors import resize_tensors
 from ..utils.strict_files import check_links, parse_json, parse_yaml, read_file
@@ -402,18 +402,35 @@ def _read_signatures(
     folder = files.folder
     described = _dict(section, "signatures", folder)
     from_weights = config.signatures == "weights"
-    tasks, layer = len(config.tasks), described.get("feature_layer")
-    sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out")]
-    if not isinstance(layer, str) or not (from_weights or all(is_count(size) for size in sizes)):
+    tasks, layer = len(config.tasks), cast("Any", described.get("feature_layer"))
+    sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out", "common")]
+    layers: Any = described.get("layers")
+    temperature: Any = described.get("temperature")
+    valid = isinstance(layer, str) and (
+        from_weights
+        or (
+            all(is_count(size) for size in sizes)
+            and isinstance(layers, list) and all(isinstance(one, str) for one in layers) and layers[-1:] == [layer]
+            and isinstance(temperature, (int, float)) and 0 < temperature < inf
+        )
+    )  # fmt: skip
+    if not valid:
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are not valid: {described!r}.")
     source = files.weights(SIGNATURES)
     if from_weights:
         _check_tensors(source, {"centre": (tasks,)})
         return WeightSignatures(source.read("centre").clone(), layer)
-    rank, width, held_out = sizes
-    _check_tensors(source, {"mean": (tasks, width), "basis": (tasks, rank, width), "held_out": (tasks, held_out)})
-    mean, basis, residuals = (source.read(name).clone() for name in ("mean", "basis", "held_out"))
-    return Signatures(mean, basis, residuals, layer)
+    rank, width, held_out, common = sizes
+    shapes = {
+        "mean": (tasks, width),
+        "basis": (tasks, rank, width),
+        "held_out": (tasks, held_out),
+        "scale": (len(layers),),
+        "common": (common, width if common else 0),
+    }
+    _check_tensors(source, shapes)
+    mean, basis, residuals, scale, directions = (source.read(name).clone() for name in shapes)
+    return Signatures(mean, basis, residuals, FeatureSpace(tuple(layers), scale, directions), float(temperature))
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
@@ -454,11 +471,13 @@ def _check_fits(
 
 
 def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures | WeightSignatures | None) -> None:
-    if signatures is not None and signatures.feature_layer not in dict(model.named_modules()):
-        raise ArtifactError(
-            f"{folder / CONFIG_NAME}: the merged model has no module {brief(signatures.feature_layer)}, whose features "
-            "the signatures describe."
-        )
+    read = signatures.space.layers if isinstance(signatures, Signatures) else ()
+    for layer in read or (() if signatures is None else (signatures.feature_layer,)):
+        if layer not in dict(model.named_modules()):
+            raise ArtifactError(
+                f"{folder / CONFIG_NAME}: the merged model has no module {brief(layer)}, whose features the signatures "
+                "describe."
+            )
 
 
 def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:

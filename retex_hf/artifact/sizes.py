@@ -18,13 +18,13 @@ def sizes_of(parts: RetexParts) -> dict[str, int]:
     tensors = parts.model.state_dict(keep_vars=True)
     own = {name for head in parts.heads.values() for name in head}
     body = (tensors[name] for name in take_inventory(parts.model).shapes if name in tensors and name not in own)
-    signatures = [] if parts.signatures is None else vars(parts.signatures).values()
+    signatures = {} if parts.signatures is None else parts.signatures.tensors
     sizes = {
         BODY: bytes_of(body),
         RECOVERY: bytes_of(parts.recovery.parameters()),
         HEADS: bytes_of(tensor for head in parts.heads.values() for tensor in head.values()),
         ROWS: bytes_of(tensor for rows in parts.rows.values() for tensor in rows.values()),
-        SIGNATURES: bytes_of(value for value in signatures if isinstance(value, Tensor)),
+        SIGNATURES: bytes_of(signatures.values()),
         PRETRAINED: bytes_of(parts.base_tensors.values()),
     }
     return {part: size for part, size in sizes.items() if size}

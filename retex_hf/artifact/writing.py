@@ -20,7 +20,7 @@ from ..checkpoints.tokenizer_files import TASK_TOKENIZERS, copy_side_files, copy
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError
 from ..recovery import RecoveryModule
-from ..routing import WeightSignatures
+from ..routing import Signatures
 from ..utils.atomic_folder import check_movable, check_target, keep_files, link, replacing
 from ..utils.byte_sizes import parse_size
 from ..utils.strict_files import check_links
@@ -204,16 +204,16 @@ def _write_description(
     if parts.signatures is not None:
         signatures = parts.signatures
         section["signatures"] = {"feature_layer": signatures.feature_layer}
-        if isinstance(signatures, WeightSignatures):
-            tensors = {"centre": signatures.centre}
-        else:
-            tensors = {"mean": signatures.mean, "basis": signatures.basis, "held_out": signatures.held_out}
+        if isinstance(signatures, Signatures):
             section["signatures"] |= {
+                "layers": list(signatures.space.layers),
                 "rank": signatures.basis.shape[1],
                 "width": signatures.mean.shape[1],
                 "held_out": signatures.held_out.shape[1],
+                "common": len(signatures.space.common),
+                "temperature": signatures.temperature,
             }
-        _save(tensors, folder / f"{SIGNATURES}.safetensors")
+        _save(signatures.tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
     if parts.recipe is not None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 TOKEN_ID = re.compile(r"_token_ids?$|_token_index$")
@@ -41,10 +42,16 @@ def transformers_form(model: PreTrainedModel, name: str) -> InputForm | None:
     """Return the form of a main input of a model of transformers."""
     config: Any = model.config
     if name == "input_ids":
+        try:
+            weight = getattr(model.get_input_embeddings(), "weight", None)
+        except (AttributeError, NotImplementedError):  # of several towers, or with a table of its own kind
+            weight = None
+        if not isinstance(weight, Tensor):
+            return None
         named = _token_ids(config.to_dict())
         longest = getattr(config, "max_position_embeddings", None)
-        size = model.get_input_embeddings().get_parameter("weight").shape[0]
-        return Tokens(name, size, longest if isinstance(longest, int) and longest > 0 else None, frozenset(named))
+        longest = longest if isinstance(longest, int) and longest > 0 else None
+        return Tokens(name, len(weight), longest, frozenset(named))
     if name == "pixel_values":
         config = getattr(config, "vision_config", config)
         frames = getattr(config, "num_frames", None)

@@ -26,6 +26,7 @@ class Identifier:
             tensors themselves.
         num_reference: Inputs per task, N.
         signature_rank: Dimension of a task's subspace, or a ratio of `min(N, width)`.
+        identification: How features are compared, as in `RetexConfig`.
         feature_layer: A module, the index of a block, or `"auto"`.
         feature_pooling: `"mean"`, `"first"` or `"last"`.
     """
@@ -36,6 +37,7 @@ class Identifier:
         *,
         num_reference: int = 64,
         signature_rank: int | float = 0.1,
+        identification: str = "whitened",
         feature_layer: str | int = "auto",
         feature_pooling: str = "mean",
     ) -> None:
@@ -43,6 +45,7 @@ class Identifier:
         self.config = RetexConfig(
             num_reference=num_reference,
             signature_rank=signature_rank,
+            identification=identification,
             feature_layer=feature_layer,
             feature_pooling=feature_pooling,
         )
@@ -61,14 +64,14 @@ class Identifier:
 
         candidates = candidate_layers(self._weights.model, self.config)
         self.signatures, self.held_out_accuracies = fit_signatures(
-            extractor, candidates, references, count, self.config.signature_rank, progress=False
+            extractor, candidates, references, self.config, progress=False
         )
         # Run only up to the feature layer.
-        self._extractor = extractor([self.signatures.feature_layer])
+        self._extractor = extractor(list(self.signatures.space.layers))
 
     def residuals(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the distances (rows, T) of every row to every task's subspace."""
-        return self.signatures.residuals(self._extractor(inputs)[self.signatures.feature_layer])
+        return self.signatures.residuals(self.signatures.space(self._extractor(inputs)))
 
     def tasks_of(self, inputs: Mapping[str, Tensor]) -> list[str]:
         """Identify the task of every row."""
@@ -80,7 +83,8 @@ class Identifier:
         The weights are left out if `held` names their source: a method that keeps the base, or can average the experts
         that it keeps, needs no second copy.
         """
-        signatures = sum(tensor.numel() * 4 for tensor in (self.signatures.mean, self.signatures.basis))
+        parts = (self.signatures.mean, self.signatures.basis, self.signatures.space.common)
+        signatures = sum(tensor.numel() * 4 for tensor in parts)
         return signatures if self.source in held else signatures + self.trunk_bytes()
 
     def trunk_bytes(self) -> int:

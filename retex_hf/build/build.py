@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from .plan import Blueprint, check_tasks, expert_weights_of, merge_checkpoint, m
 MERGING, LEARNING = "Merging", "Learning the merge"
 SOLVERS = ("closed_form", "adam")
 BUILT = "built"
+logger = logging.getLogger(__name__)
 
 
 def build(
@@ -288,6 +290,9 @@ def _construct(
 ) -> RetexParts:
     """Fill the merged model, the heads and the recovery, one parameter at a time; train the latter if told how."""
     config, experts, inventory = blueprint.config, blueprint.experts, blueprint.inventory
+    for pattern in config.exclude:
+        if not any(matches(name, [pattern]) for name in experts.names):
+            logger.warning("RetexConfig.exclude: no tensor that could be recovered matches %r.", pattern)
     own = _allocate_own(blueprint, context.store)
     energies = _merge(blueprint, merged, own, context)
 

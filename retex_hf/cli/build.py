@@ -43,7 +43,7 @@ class BuildOptions(Options):
         retex build recipe.yaml
         retex build --base bert-base --expert a=experts/a --expert b=experts/b --storage 2% --output-dir my-retex
         retex build my-retex --output-dir again        # the stored recipe, bit for bit
-        retex build recipe.yaml --rank-budget 0.15 --recovery-dtype int8 --output-dir small
+        retex build recipe.yaml --storage 0.5% --output-dir small
     """
 
     recipe: Annotated[Path | None, POSITIONAL] = None
@@ -92,7 +92,7 @@ class BuildOptions(Options):
         errors = [error for error in model.recovery_errors.values() if error is not None]
         mean = sum(errors) / len(errors) if errors else 0.0
         signed = "signed" if model.signatures is not None else "not signed with inputs yet (retex sign)"
-        say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean recovery error {mean:.3f}, {signed}.")
+        say(f"{recipe.output_dir}: {len(model.tasks)} tasks, mean error over tensors {mean:.3f}, {signed}.")
         if recipe.push_to_hub:
             with waiting(f"Pushing to {without_secrets(recipe.push_to_hub)}"):
                 commit = model.push_to_hub(recipe.push_to_hub)

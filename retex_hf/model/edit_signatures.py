@@ -50,8 +50,7 @@ def sign(
         partial(extractor_of, parts, known=known),
         candidate_layers(parts.model, parts.config),
         {task: noted(batches[task], seen[task]) for task in batches},
-        parts.config.num_reference,
-        parts.config.signature_rank,
+        parts.config,
         progress,
     )
     signed = _signed(parts, signatures)

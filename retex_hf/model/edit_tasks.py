@@ -5,6 +5,7 @@ The functions take parts and return new ones; the old ones stay unchanged, so th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -47,13 +48,24 @@ from ..recovery import Layout, plan_layout
 from ..recovery.component_growth import add_to_components, remove_from_components
 from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from ..recovery.layout import MATRIX
-from ..routing import FeatureExtractor, Signatures, WeightSignatures, noted, reference_features, trunk_parameters
+from ..routing import (
+    FeatureExtractor,
+    Signatures,
+    WeightSignatures,
+    held_out_residuals,
+    noted,
+    reference_features,
+    trunk_parameters,
+)
 from ..utils.devices import device_of, enough_memory, exact_device, parse_device
 from ..utils.tensor_bank import TensorBank
 from .components import extractor_of, runner_of, scorer_of
 from .edit_signatures import inputs_of
 
 MERGED = "the merged model"
+# Share of a new task's references below which features that were chosen without it do not serve it.
+IDENTIFIED = 0.9
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -475,11 +487,23 @@ def _joint_errors(errors: Mapping[str, float | None], growth: Growth) -> dict[st
 def _join_signature(
     parts: RetexParts, signatures: Signatures, name: str, batches: Iterable[Mapping[str, Any]]
 ) -> Signatures:
-    """Return the signatures with that of the new task, fitted at the feature layer of the others."""
-    config, layer = parts.config, signatures.feature_layer
-    features = reference_features(extractor_of(parts, [layer]), name, batches, config.num_reference)
-    new = Signatures.fit([features[layer]], config.signature_rank, layer)
-    return signatures.joined_by(new.to(signatures.mean.device))
+    """Return the signatures with that of the new task, in the space of the others; warn if that does not tell it."""
+    config, space = parts.config, signatures.space.to(torch.device("cpu"))
+    features = reference_features(extractor_of(parts, list(space.layers)), name, batches, config.num_reference)
+    placed = space(features)
+    new = Signatures.fit_in(space, [placed], config.signature_rank)
+    joined = signatures.joined_by(new.to(signatures.mean.device))
+    own = held_out_residuals(placed, config.signature_rank)
+    if len(own):
+        others = signatures.residuals(placed.to(signatures.mean.device)).amin(1).cpu()
+        share = (own < others).float().mean().item()
+        if share < IDENTIFIED:
+            logger.warning(
+                "Of the references of task %r, %.0f %% are identified by features of %r, which were chosen without it: "
+                "call fit_signatures with inputs of all tasks to choose again.",
+                name, 100 * share, signatures.feature_layer,
+            )  # fmt: skip
+    return joined
 
 
 def _trunk_extractor(parts: RetexParts) -> FeatureExtractor:

@@ -76,6 +76,7 @@ class Snapshot:
         """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
         signatures, record = self.parts.signatures, None
         routing, thresholds = self.parts.config.routing, None
+        temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
             scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
             centre = self.cache.get("centre", lambda: centre_of(self.parts, scorer))
@@ -84,18 +85,18 @@ class Snapshot:
         elif not isinstance(signatures, Signatures):
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:
-            layer = signatures.feature_layer
-            extractor = self.cache.get("features", lambda: self._extractor(layer))
+            layers = list(signatures.space.layers)
+            extractor = self.cache.get("features", lambda: self._extractor(layers))
             recorded = extractor.record(inputs)
-            features = recorded.features[layer]
-            signatures = signatures.to(features.device)
-            residuals = signatures.residuals(features)
+            signatures = signatures.to(recorded.features[layers[-1]].device)
+            residuals = signatures.residuals(signatures.space(recorded.features))
+            temperature = temperature or signatures.temperature
             options = routing_options(routing)
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
             if self.trunk_blocks() and not recorded.proof.refused:
                 record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
-        return decide(residuals, self.tasks, routing, self.parts.config.temperature, thresholds), record
+        return decide(residuals, self.tasks, routing, temperature or 1.0, thresholds), record
 
     def trunk_blocks(self) -> list[str]:
         """Return the blocks whose outputs the feature pass passes on to the experts."""
@@ -104,10 +105,10 @@ class Snapshot:
             return []
         return self.cache.get("blocks", lambda: trunk_blocks(self.parts.model, layer))
 
-    def _extractor(self, layer: str) -> FeatureExtractor:
+    def _extractor(self, layers: list[str]) -> FeatureExtractor:
         blocks = self.trunk_blocks()
         with_cache = bool(blocks) and trunk_cached(self.parts.config)
-        return extractor_of(self.parts, [layer], blocks, known=self.proofs, with_cache=with_cache)
+        return extractor_of(self.parts, layers, blocks, known=self.proofs, with_cache=with_cache)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

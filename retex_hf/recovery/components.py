@@ -260,7 +260,8 @@ class ComponentGenerator(nn.Module):
     def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors (batch, a, k) and (batch, k, b) of a mixture's offset."""
         left, right = self._mixed(embedding)
-        return left.view(self.layout.batch, -1, left.shape[1]), right.expand(self.layout.batch, *right.shape)
+        batch = self.layout.batch
+        return left.view(batch, self.layout.matrix_rows, left.shape[1]), right.expand(batch, *right.shape)
 
     def joint_factors(self, embeddings: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
         """Return a `G` (a, k) for every embedding (None: none), and the rows (k, b) of `S` that any of them uses."""

@@ -1,11 +1,12 @@
 """Identification of the task, and so the expert, that an input needs: features, signatures, decision."""
 
 from .decision import Routing, decide
+from .feature_space import FeatureSpace
 from .features import Entry, FeatureExtractor
 from .fitting import as_batches, fit_signatures, noted, reference_features, trying
 from .layers import block_lists, candidate_layers, feature_blocks, trunk_blocks
 from .pooling import pool
-from .signatures import Signatures, fit_signature, held_out_accuracy, shallowest_good
+from .signatures import Signatures, fit_signature, held_out_accuracy, held_out_residuals, shallowest_good
 from .synthetic import synthetic_batches
 from .trunk_parameters import describe_trunk, keeps_cache, trunk_parameters
 from .weight_scores import WeightScorer, WeightSignatures
@@ -13,6 +14,7 @@ from .weight_scores import WeightScorer, WeightSignatures
 __all__ = [
     "Entry",
     "FeatureExtractor",
+    "FeatureSpace",
     "Routing",
     "Signatures",
     "WeightScorer",
@@ -26,6 +28,7 @@ __all__ = [
     "fit_signature",
     "fit_signatures",
     "held_out_accuracy",
+    "held_out_residuals",
     "keeps_cache",
     "noted",
     "pool",

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..backends import library_of
+from ..backends.input_forms import Tokens
+from ..config import RetexConfig
 from ..errors import ConfigError, InputError
 from ..rows import Along
 from ..utils.progress import track
+from .feature_space import FeatureSpace, spread
 from .features import FeatureExtractor
+from .layers import trunk_blocks
 from .pooling import Layout
-from .signatures import Signatures, held_out_accuracy, shallowest_good
+from .signatures import Signatures, cross_validated, identified, shallowest_good
 
 LABEL_NAMES = ("labels", "label", "label_ids")
+# Inputs that are perturbed, to see which layers are fragile; and how much.
+CONTENT = ("input_ids", "inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values",
+           "image", "images", "inputs", "x", "input")  # fmt: skip
+EXCHANGED, CONTRAST, NOISE = 0.1, 0.5, 0.25
+# One over this share of the layers is passed over: the first may tell present tasks apart by words or colours, which
+# tasks to come may share.
+SHALLOW = 3
+
+
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
@@ -29,7 +45,7 @@ def as_batches(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def noted(batches: Iterable[dict[str, Any]], seen: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def noted(batches: Iterable[Batch], seen: list[Any]) -> Iterator[Batch]:
     """Yield the same batches, and append those that are read to `seen`."""
     for batch in batches:
         seen.append(batch)
@@ -67,19 +83,17 @@ def fit_signatures(
     make: Callable[[list[str]], FeatureExtractor],
     candidates: Iterable[list[str]],
     references: Mapping[str, Iterable[Mapping[str, Any]]],
-    num_reference: int,
-    rank: int | float,
+    config: RetexConfig,
     progress: bool = True,
 ) -> tuple[Signatures, dict[str, float]]:
-    """Fit signatures at the shallowest layer that identifies held-out references well; return them and the accuracy per
-    layer.
+    """Fit signatures up to the shallowest layer from which held-out references, as they are and perturbed, are
+    identified well; return them and the accuracy on those as they are per layer.
 
     Args:
         make: Function that creates an extractor of layers.
         candidates: Lists of layers, which are tried in turn.
         references: Batches of every task.
-        num_reference: Number of rows used from each task.
-        rank: Rank of a task's subspace, as in `RetexConfig.signature_rank`.
+        config: Number of references, rank of subspaces, and the rule of identification.
         progress: Show a progress bar.
     """
     task, batches = next((task, iter(batches)) for task, batches in references.items())
@@ -88,14 +102,71 @@ def fit_signatures(
         raise InputError(f"Task {task!r} has no reference inputs.")
     references = {**references, task: chain([first], batches)}
     extractor = trying(make, candidates, first)
-    features: dict[str, list[Tensor]] = {layer: [] for layer in extractor.layers}
+    layers = extractor.layers
+    chosen = layers[len(layers) // SHALLOW :]
+    if config.feature_layer != "auto" and config.identification != "residual":
+        extractor = _with_layers_before(make, extractor, first)
+    form = library_of(extractor.model).input_form(extractor.model)
+    reserved = form.reserved if isinstance(form, Tokens) else frozenset()
+    features, perturbed = [], []
     for task in track(references, title="Reading reference inputs", unit="task", progress=progress):
-        collected = reference_features(extractor, task, references[task], num_reference)
-        for layer in extractor.layers:
-            features[layer].append(collected[layer])
-    accuracies = {layer: held_out_accuracy(features[layer], rank) for layer in extractor.layers}
-    layer = extractor.layers[shallowest_good(list(accuracies.values()))]
-    return Signatures.fit(features[layer], rank, layer), accuracies
+        seen: list[Mapping[str, Any]] = []
+        features.append(reference_features(extractor, task, noted(references[task], seen), config.num_reference))
+        if len(chosen) > 1:
+            worse = (perturbed_inputs(without_labels(batch), reserved) for batch in seen)
+            perturbed.append(reference_features(extractor, task, worse, config.num_reference))
+    spaces = {layer: _space_maker(config, extractor.layers[: extractor.layers.index(layer) + 1]) for layer in layers}
+    residuals = {layer: cross_validated(features, config.signature_rank, make) for layer, make in spaces.items()}
+    accuracies = {layer: identified(found) for layer, found in residuals.items()}
+    layer = chosen[-1]
+    if len(chosen) > 1:
+        worse_residuals = [cross_validated(features, config.signature_rank, spaces[one], perturbed) for one in chosen]
+        both = [(accuracies[one] + identified(found)) / 2 for one, found in zip(chosen, worse_residuals, strict=True)]
+        layer = chosen[shallowest_good(both)]
+    space = spaces[layer](features)
+    placed = [space(of_task) for of_task in features]
+    return Signatures.fit_in(space, placed, config.signature_rank, residuals[layer]), accuracies
+
+
+def _with_layers_before(
+    make: Callable[[list[str]], FeatureExtractor], extractor: FeatureExtractor, sample: Mapping[str, Any]
+) -> FeatureExtractor:
+    """Return an extractor that reads the blocks before a layer too, where there are any."""
+    layer = extractor.layers[-1]
+    found = trying(make, [trunk_blocks(extractor.model, layer)], sample)
+    return found if found.layers[-1] == layer else extractor
+
+
+def _space_maker(
+    config: RetexConfig, layers: Sequence[str]
+) -> Callable[[Sequence[Mapping[str, Tensor]]], FeatureSpace]:
+    """Return the function that fits the space of features of a pass through these layers."""
+    if config.identification == "residual":
+        return lambda _: FeatureSpace.plain(layers[-1])
+    return partial(FeatureSpace.fit, spread(layers))
+
+
+def perturbed_inputs(inputs: Mapping[str, Any], reserved: Iterable[int] = ()) -> dict[str, Any]:
+    """Return inputs in bad weather: a tenth of the tokens (but for `reserved` ones, such as the place of an image)
+    exchanged among all of the batch, numbers (images, sounds) at half their contrast under noise. Masks and everything
+    else stay."""
+    draw, kept = torch.Generator().manual_seed(0), torch.tensor(sorted(reserved), dtype=torch.int64)
+    return {name: _perturbed(value, kept, draw) if name in CONTENT else value for name, value in inputs.items()}
+
+
+def _perturbed(value: Any, reserved: Tensor, generator: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    if not value.is_floating_point():
+        others = value.flatten()[torch.randperm(value.numel(), generator=generator).to(value.device)].view_as(value)
+        chosen = torch.rand(value.shape, generator=generator).to(value.device) < EXCHANGED
+        for tokens in (value, others):
+            chosen &= ~torch.isin(tokens, reserved.to(value.device))
+        return torch.where(chosen, others, value)
+    rows = value.flatten(1).float()
+    mean, deviation = rows.mean(1, keepdim=True), rows.std(1, keepdim=True)
+    noise = torch.randn(rows.shape, generator=generator).to(value.device)
+    return (mean + CONTRAST * (rows - mean) + NOISE * deviation * noise).view_as(value).to(value.dtype)
 
 
 def reference_features(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import RetexError
+from .feature_space import FeatureSpace
 
 # Folds of the references, of which one is held out at a time.
 FOLDS = 4
@@ -20,7 +23,8 @@ NOTHING = -1.0
 @dataclass
 class Signatures:
     """The signature of each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), `held_out`
-    (T, N; see `held_out_residuals`), and the module whose output gives the features.
+    (T, N; see `held_out_residuals`), the `space` of the features, and the `temperature` at which probabilities are
+    right on held-out references.
 
     `held_out` holds the residuals of a task's own inputs, in ascending order, with -1 in front where a task has fewer
     than others.
@@ -36,14 +40,40 @@ class Signatures:
     mean: Tensor
     basis: Tensor
     held_out: Tensor
-    feature_layer: str
+    space: FeatureSpace
+    temperature: float = 1.0
 
     @classmethod
     def fit(cls, features: list[Tensor], rank: int | float, feature_layer: str) -> Signatures:
-        """Fit one signature per task from its (N, d) features."""
+        """Fit one signature per task from its (N, d) features of one layer, as the paper does."""
+        return cls.fit_in(FeatureSpace.plain(feature_layer), features, rank)
+
+    @classmethod
+    def fit_in(
+        cls, space: FeatureSpace, features: list[Tensor], rank: int | float, held_out: list[Tensor] | None = None
+    ) -> Signatures:
+        """Fit one signature per task from its (N, d) features in a space. `held_out` are the residuals (N, T) of all
+        references to signatures that were fitted without them; without these, a task is compared with itself alone."""
         mean, basis = _fit_all(features, rank)
-        held_out = _in_rows([held_out_residuals(task_features, rank) for task_features in features])
-        return cls(mean, basis, held_out, feature_layer)
+        if held_out is None:
+            own = [held_out_residuals(task_features, rank).sort().values for task_features in features]
+            return cls(mean, basis, _in_rows(own), space)
+        own = [
+            found[:, task].sort().values if len(found) >= FOLDS else found.new_empty(0)
+            for task, found in enumerate(held_out)
+        ]
+        return cls(mean, basis, _in_rows(own), space, fitted_temperature(held_out))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as they are stored."""
+        own = {"mean": self.mean, "basis": self.basis, "held_out": self.held_out}
+        return {**own, "scale": self.space.scale, "common": self.space.common}
+
+    @property
+    def feature_layer(self) -> str:
+        """Return the last layer that features are read from."""
+        return self.space.layers[-1]
 
     def residuals(self, features: Tensor) -> Tensor:
         """Return the distance of each row (B, d) to each task's affine subspace: (B, T)."""
@@ -64,21 +94,22 @@ class Signatures:
         return torch.where(known.squeeze(1) > 0, torch.maximum(found, least), torch.inf)
 
     def to(self, device: torch.device) -> Signatures:
-        return Signatures(self.mean.to(device), self.basis.to(device), self.held_out.to(device), self.feature_layer)
+        mean, basis, held_out = (part.to(device) for part in (self.mean, self.basis, self.held_out))
+        return replace(self, mean=mean, basis=basis, held_out=held_out, space=self.space.to(device))
 
     def joined_by(self, other: Signatures) -> Signatures:
-        """Return these signatures followed by those of other tasks, fitted at the same layer."""
-        return Signatures(
-            torch.cat([self.mean, other.mean]),
-            _padded([*self.basis, *other.basis]),
-            _in_rows([*self.held_out, *other.held_out]),
-            self.feature_layer,
+        """Return these signatures followed by those of other tasks, fitted in the same space."""
+        return replace(
+            self,
+            mean=torch.cat([self.mean, other.mean]),
+            basis=_padded([*self.basis, *other.basis]),
+            held_out=_in_rows([*self.held_out, *other.held_out]),
         )
 
     def without(self, task: int) -> Signatures:
         """Return the signatures without one task."""
         kept = torch.arange(len(self.mean)) != task
-        return Signatures(self.mean[kept], self.basis[kept], self.held_out[kept], self.feature_layer)
+        return replace(self, mean=self.mean[kept], basis=self.basis[kept], held_out=self.held_out[kept])
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
@@ -87,9 +118,10 @@ def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
     return (centred - torch.einsum("btk,tkd->btd", inside, basis)).norm(dim=-1)
 
 
-def _fit_all(features: list[Tensor], rank: int | float) -> tuple[Tensor, Tensor]:
-    """Return means (T, d) and bases (T, k, d)."""
-    fitted = [fit_signature(task_features, rank) for task_features in features]
+def _fit_all(features: list[Tensor], rank: int | float | list[int]) -> tuple[Tensor, Tensor]:
+    """Return means (T, d) and bases (T, k, d), of one rank or one per task."""
+    ranks = rank if isinstance(rank, list) else [rank] * len(features)
+    fitted = [fit_signature(task_features, one) for task_features, one in zip(features, ranks, strict=True)]
     return torch.stack([mean for mean, _ in fitted]), _padded([basis for _, basis in fitted])
 
 
@@ -129,33 +161,100 @@ def signature_dimension(rank: int | float, num_reference: int, width: int) -> in
 
 
 def held_out_residuals(features: Tensor, rank: int | float, folds: int = FOLDS) -> Tensor:
-    """Return residuals (N,) of a task's inputs to signatures that were fitted without them, in ascending order.
+    """Return residuals (N,) of a task's inputs to signatures that were fitted without them.
 
     The residuals of the inputs that a signature was fitted on are too small to judge others by: with as many dimensions
     as inputs they are zero. Return none for fewer inputs than folds.
     """
     if len(features) < folds:
         return features.new_empty(0, dtype=torch.float32)
-    fold = torch.arange(len(features)) % folds
-    # Use the dimension of the signature of all inputs: a ratio would give a smaller one, and larger residuals.
-    rank = signature_dimension(rank, *features.shape)
-    parts = [
-        _residuals(features[fold == number], *_fit_all([features[fold != number]], rank)) for number in range(folds)
+    space = FeatureSpace.plain("")
+    return cross_validated([{"": features}], rank, lambda _: space, folds=folds)[0].flatten()
+
+
+def cross_validated(
+    features: Sequence[Mapping[str, Tensor]],
+    rank: int | float,
+    make_space: Callable[[Sequence[Mapping[str, Tensor]]], FeatureSpace],
+    others: Sequence[Mapping[str, Tensor]] | None = None,
+    folds: int = FOLDS,
+) -> list[Tensor]:
+    """Return the residuals (N, T) of each task's inputs to signatures, in a space, that were fitted without them.
+
+    Args:
+        features: The features (N, d) of each task by layer.
+        rank: Rank of a task's subspace; a ratio is of all of its inputs, as in `held_out_residuals`.
+        make_space: Fits the space to features.
+        others: Other features of the same inputs (perturbed ones, say), which are judged in their place.
+        folds: Folds of the inputs; a task with fewer has infinite residuals of its own, as nothing is left to fit.
+    """
+    counts = [len(next(iter(task.values()))) for task in features]
+    found = [torch.full((count, len(features)), torch.inf) for count in counts]
+    folds = min(folds, *counts)
+    for fold in range(folds if folds > 1 else 0):
+        out = [torch.arange(count) % folds == fold for count in counts]
+        kept = [_rows(task, ~rows) for task, rows in zip(features, out, strict=True)]
+        space = make_space(kept)
+        placed = [space(task) for task in kept]
+        ranks = [signature_dimension(rank, count, part.shape[1]) for count, part in zip(counts, placed, strict=True)]
+        fitted = _fit_all(placed, ranks)
+        for task, rows in enumerate(out):
+            judged = _rows((others or features)[task], rows)
+            found[task][rows] = _residuals(space(judged), *fitted).cpu()
+    return found
+
+
+def identified(residuals: Sequence[Tensor]) -> float:
+    """Return the share of rows whose smallest residual is that of their own task, averaged over tasks.
+
+    >>> import torch
+    >>> identified([torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([[3.0, 1.0]])])
+    0.75
+    """
+    shares = [
+        ((found.argmin(1) == task) & torch.isfinite(found[:, task])).float().mean().item()
+        for task, found in enumerate(residuals)
     ]
-    return torch.cat(parts).flatten().sort().values
+    return sum(shares) / len(shares)
 
 
 def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = FOLDS) -> float:
-    """Return how well signatures fitted on a part of the features identify the rest, averaged over tasks."""
-    folds = min(folds, *(len(task_features) for task_features in features))
-    correct = [0] * len(features)
-    for fold in range(folds if folds > 1 else 0):
-        held_out = [torch.arange(len(task_features)) % folds == fold for task_features in features]
-        kept = [task_features[~out] for task_features, out in zip(features, held_out, strict=True)]
-        fitted = _fit_all(kept, rank)
-        for task, (task_features, out) in enumerate(zip(features, held_out, strict=True)):
-            correct[task] += int((_residuals(task_features[out], *fitted).argmin(1) == task).sum())
-    return sum(count / len(f) for count, f in zip(correct, features, strict=True)) / len(features)
+    """Return how well signatures fitted on a part of the features of one layer identify the rest, averaged over
+    tasks."""
+    space = FeatureSpace.plain("")
+    return identified(cross_validated([{"": one} for one in features], rank, lambda _: space, folds=folds))
+
+
+def fitted_temperature(residuals: Sequence[Tensor]) -> float:
+    """Return the temperature at which `softmax(-residuals / temperature)` is likeliest to name the rows' own tasks (the
+    least cross-entropy, every task counting alike); 1 where nothing is known.
+
+    >>> import torch
+    >>> rows = torch.tensor([[0.0, 2.0]] * 9 + [[2.0, 0.0]])  # nine of ten are right by a distance of 2
+    >>> round(2 / fitted_temperature([rows, rows.flip(1)]), 2)  # log(9 / 1)
+    2.2
+    """
+    known = [(task, found[torch.isfinite(found).all(1)].double()) for task, found in enumerate(residuals)]
+    known = [(task, found - found.amin(1, keepdim=True)) for task, found in known if len(found)]
+    if not known or len(residuals) < 2:
+        return 1.0
+    unit = torch.cat([found.mean().reshape(1) for _, found in known]).mean().clamp(min=1e-12)
+
+    def loss(log_temperature: float) -> float:
+        tau = unit * math.exp(log_temperature)
+        each = [torch.log_softmax(-found / tau, 1)[:, task].mean() for task, found in known]
+        return -torch.stack(each).mean().item()
+
+    # The loss is unimodal in the logarithm: golden sections narrow e^-8 ... e^4 times the mean distance.
+    low, high, ratio = -8.0, 4.0, (math.sqrt(5) - 1) / 2
+    for _ in range(60):
+        first, second = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, second) if loss(first) <= loss(second) else (first, high)
+    return float(unit * math.exp((low + high) / 2))
+
+
+def _rows(features: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
+    return {layer: found[chosen] for layer, found in features.items()}
 
 
 def shallowest_good(accuracies: list[float], margin: float = 0.005) -> int:

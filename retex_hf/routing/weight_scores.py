@@ -37,6 +37,11 @@ class WeightSignatures:
     centre: Tensor
     feature_layer: str
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as they are stored."""
+        return {"centre": self.centre}
+
     def to(self, device: torch.device) -> WeightSignatures:
         return WeightSignatures(self.centre.to(device), self.feature_layer)
 

@@ -156,7 +156,7 @@ def test_a_card_on_the_hub_is_brought_up_to_date(hub, quick, model):
         "tags:\n", "license: mit\ntags:\n"
     )
     hub.put(REPO, {"README.md": edited.encode()})
-    model.retex_config = replace(model.retex_config, temperature=2.0)
+    model.retex_config = replace(model.retex_config, temperature=2.0, signatures="inputs")
     model.signatures = None
     model.push_to_hub(REPO, token=WRITE)
     card = hub.files(REPO)["README.md"].decode()

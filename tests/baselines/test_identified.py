@@ -23,7 +23,9 @@ def fitted(method, material):
 
 def test_residuals_are_distances_to_subspaces_of_the_average_models_features():
     material = make_material("bert")
-    identifier = fitted(Identifier(num_reference=20, signature_rank=4, feature_layer=0), material)
+    identifier = fitted(
+        Identifier(num_reference=20, signature_rank=4, feature_layer=0, identification="residual"), material
+    )
     average = material.base
     bodies = [expert.bert.state_dict() for expert in material.experts.values()]
     average.load_state_dict({name: torch.stack([body[name] for body in bodies]).mean(0) for name in bodies[0]})
@@ -79,7 +81,7 @@ def test_features_can_come_from_other_bodies():
 def test_storage_counts_signatures_and_the_weights_before_the_features():
     material = make_material("bert")
     identifier = fitted(Identifier(num_reference=20, signature_rank=4, feature_layer=0), material)
-    signatures = 4 * 3 * (16 + 4 * 16)
+    signatures = 4 * (3 * (16 + 4 * 16) + 15 * 16)  # means, bases, and all directions but one that are shrunk
     tensors = material.base.state_dict()
     before = [name for name in tensors if name.startswith(("embeddings.", "encoder.layer.0."))]
     trunk = 4 * sum(tensors[name].numel() for name in before if tensors[name].is_floating_point())
@@ -133,7 +135,8 @@ def test_methods_that_hold_the_base_store_signatures_only_for_pretrained_feature
     for method, told in ((IdEMR(identifier=identifier), EMR()), (IdLoRA(3, identifier=identifier), LoRA(3))):
         extra = fitted(method, material).storage_bytes() - fitted(told, material).storage_bytes()
         signatures = identifier.signatures
-        assert extra == 4 * (signatures.mean.numel() + signatures.basis.numel())
+        own = (signatures.mean, signatures.basis, signatures.space.common)
+        assert extra == 4 * sum(tensor.numel() for tensor in own)
 
 
 def test_sim_is_right_where_the_identifier_is():

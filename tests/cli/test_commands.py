@@ -73,7 +73,7 @@ def test_a_build_says_the_mean_of_the_errors_that_are_known(built, tmp_path, mon
     model.recovery_errors = {first: 0.25, second: 0.5, **dict.fromkeys(others)}
     monkeypatch.setattr("retex_hf.cli.build.make", lambda *args, **options: model)
     assert main(["build", str(built), "--output-dir", str(tmp_path / "again")]) == 0
-    assert "mean recovery error 0.375" in capsys.readouterr().out
+    assert "mean error over tensors 0.375" in capsys.readouterr().out
 
 
 def test_the_stored_recipe_of_a_changed_artifact_gives_the_same_files(folders, built, tmp_path):
@@ -234,14 +234,14 @@ def test_eval_keeps_its_figures_in_the_artifact_and_on_the_card(folders, tmp_pat
     assert f"{100 * identified:.1f}" in (out / "README.md").read_text()
 
 
-def test_eval_of_an_unsigned_artifact_measures_what_it_can(folders, tmp_path, capsys):
+def test_an_unsigned_artifact_is_evaluated_with_the_task_unknown_too(folders, tmp_path, capsys):
     out = str(tmp_path / "unsigned")
     build = ["build", "--base", str(folders / "base"), *experts(folders, "low", "high"), "--rank", "4"]
     assert main([*build, "--output-dir", out]) == 0
     capsys.readouterr()
     assert main(["eval", out, *data(folders, "low", "high"), "--no-save", "--json"]) == 0
     methods = json.loads(capsys.readouterr().out)["methods"]
-    assert set(methods["ReTeX"]["modes"]) == {"known"}
+    assert set(methods["ReTeX"]["modes"]) == {"known", "unknown", "oracle"}
 
 
 def test_data_of_the_recipe_are_read_as_it_says(folders, built, tmp_path, capsys):

@@ -115,7 +115,6 @@ WRONG = {
     "new expert missing": (["add-task", "artifact", "mid", "./none", "--data", "data/low"], "none"),
     "new task unsigned": (["add-task", "artifact", "mid", "experts/low"], "--data"),
     "new task signed alone": (["add-task", "unsigned", "mid", "experts/low", "--data", "data/low"], "leave out --data"),
-    "task unknown, unsigned": (["predict", "unsigned", "--text", "w1"], "run retex sign, or name the task with --task"),
     "build over the base": ([*BUILD, "--output-dir", "base"], "would be lost"),
     "build over an expert": ([*BUILD, "--output-dir", "experts/low"], "would be lost"),
     "build over another model": ([*BUILD, "--output-dir", "experts/high"], "would be lost"),

@@ -262,7 +262,7 @@ def _raising(error: Exception) -> Callable[[str], list[str]]:
 
 
 def test_without_signatures_a_task_must_be_chosen():
-    model, _ = build_retex("bert-classifier")
+    model, _ = build_retex("bert-classifier", signatures="inputs")
     assert _choices(model) == [(task, index) for index, task in enumerate(TASKS)]
     model.retex_config = replace(model.retex_config, signatures="weights")
     assert _choices(model)[0] == ("Route automatically", -1)

@@ -164,7 +164,7 @@ def test_rows_of_equal_weights_share_a_group_and_pure_weights_are_a_task():
 
 @torch.no_grad()
 def test_a_pinned_task_holds_for_calls_that_name_none():
-    model, experts = build_retex("bert")
+    model, experts = build_retex("bert", signatures="inputs")
     inputs = tokens(3)
     model.set_adapter("green")
     assert model.active_adapter == "green"

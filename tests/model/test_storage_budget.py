@@ -91,6 +91,33 @@ def test_a_folder_is_built_as_in_memory_and_loads_to_the_bit(name, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scope", ["all", "linear"])
+def test_an_adapter_is_exported_of_a_task_that_has_nothing_in_some_matrix(tmp_path, scope):
+    model, _ = build("gpt2", "1.2KB")
+    layouts = {name: model.recovery[name].layout for name in model.recovery}
+    empty = {
+        task: {name for name, layout in layouts.items() if len(layout.shape) == 2 and not layout.left[index]}
+        for index, task in enumerate(TASKS)
+    }
+    assert any(empty[task] - empty[other] for task in TASKS for other in TASKS)
+    inputs = tokens(3)
+    for task in TASKS:
+        found = model.export_lora(task, tmp_path / task, scope=scope)
+        if scope == "linear":
+            assert not {f"{module}.weight" for module in found.lora} & empty[task]
+        else:
+            peft = PeftModel.from_pretrained(copy.deepcopy(model.get_base_model()), tmp_path / task).eval()
+            assert_same(peft(**inputs).logits, model(**inputs, task=task).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_pattern_that_excludes_nothing_is_named(caplog):
+    build("bert", exclude=["*embeddings*"])
+    assert "no tensor that could be recovered" not in caplog.text
+    build("bert", exclude=["*embeddings*", "*nosuch*"])
+    assert "RetexConfig.exclude: no tensor that could be recovered matches '*nosuch*'" in caplog.text
+
+
+@torch.no_grad()
 def test_an_exported_adapter_is_the_recovered_expert(tmp_path):
     model, _ = build("gpt2", 0.2)
     model.export_lora("red", tmp_path / "adapter")

@@ -287,9 +287,9 @@ def test_a_signature_joins_the_others(source):
     for task in TASKS:
         assert model.identify(**rows[task]).tasks.count(task) >= 9
     # The same as fitting the new task's features alone, of its first 64 rows.
-    layer = model.signatures.feature_layer
-    features = extractor_of(model.parts(), [layer])(take(references, list(range(64))))[layer]
-    mean, basis = fit_signature(features, 2)
+    space = model.signatures.space
+    features = extractor_of(model.parts(), list(space.layers))(take(references, list(range(64))))
+    mean, basis = fit_signature(space(features), 2)
     torch.testing.assert_close(model.signatures.mean[2], mean)
     torch.testing.assert_close(model.signatures.basis[2], basis)
     assert model(**rows[NEW]).routing.tasks == model.identify(**rows[NEW]).tasks
@@ -468,7 +468,7 @@ def test_a_pinned_task_is_unpinned_when_it_goes():
     model.set_adapter("red")
     model.delete_task("green")
     assert model.active_adapter == "red"
-    model, _, family = build(feature_layer=0)
+    model, _, family = build(feature_layer=0, signatures="inputs")
     model.set_adapter("red")
     model.delete_task("red")
     assert model.active_adapter is None

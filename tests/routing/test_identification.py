@@ -48,7 +48,8 @@ def test_each_row_is_given_to_its_task():
     assert sum(a == b for a, b in zip(routing.tasks, expected, strict=True)) >= 28
     assert routing.task_ids.tolist() == [TASKS.index(task) for task in routing.tasks]
     assert torch.equal(routing.task_ids, routing.residuals.argmin(1))
-    torch.testing.assert_close(routing.probabilities, torch.softmax(-routing.residuals, 1))
+    temperature = model.signatures.temperature
+    torch.testing.assert_close(routing.probabilities, torch.softmax(-routing.residuals / temperature, 1))
 
 
 @pytest.mark.parametrize("rank", [6, 0.1])
@@ -56,8 +57,9 @@ def test_each_row_is_given_to_its_task():
 def test_residuals_equal_the_formula_on_the_models_hidden_states(source, rank):
     base = FAMILIES["bert"].make().eval()
     model, _ = build_from(
-        base, make_experts(base, scale=1.0), feature_layer=0, feature_source=source, signature_rank=rank
-    )
+        base, make_experts(base, scale=1.0), feature_layer=0, feature_source=source, signature_rank=rank,
+        identification="residual",
+    )  # fmt: skip
     references = {task: words(task, 64) for task in TASKS}
     model.fit_signatures({task: [batch] for task, batch in references.items()}, progress=False)
     inputs = joined(*(words(task, 3) for task in TASKS))
@@ -73,6 +75,43 @@ def test_residuals_equal_the_formula_on_the_models_hidden_states(source, rank):
     torch.testing.assert_close(
         model.identify(**inputs).residuals, torch.stack(columns, 1).float(), rtol=1e-3, atol=1e-4
     )
+
+
+@torch.no_grad()
+def test_whitened_residuals_equal_the_formula_on_the_models_hidden_states():
+    model = fitted(feature_layer=1, signature_rank=2)
+    batches = {task: joined(words(task, 40), words(task, 40)) for task in TASKS}
+    model.fit_signatures({task: [batch] for task, batch in batches.items()}, progress=False)
+    assert model.signatures.space.layers == ("encoder.layer.0", "encoder.layer.1")
+    merged = model.get_base_model()
+
+    def features(inputs):
+        states = merged(**inputs, output_hidden_states=True).hidden_states[1:]
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        return [((hidden * mask).sum(1) / mask.sum(1)).double() for hidden in states]
+
+    references = [[part[:64] for part in features(batch)] for batch in batches.values()]
+    within = [torch.cat([task[layer] - task[layer].mean(0) for task in references]) for layer in (0, 1)]
+    scales = [1 / part.square().mean().sqrt() for part in within]
+    rows = torch.cat([part * scale for part, scale in zip(within, scales, strict=True)], 1)
+    values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+    values, vectors = 0.7 * values.flip(0) + 0.3 * values.mean(), vectors.flip(1)
+    kept = 31  # of 32 directions, the last sets the floor
+    weights = torch.cat([(values[kept] / values[:kept]).sqrt(), torch.ones(1, dtype=torch.float64)])
+    whiten = vectors * weights @ vectors.T
+    inputs = joined(*(words(task, 3) for task in TASKS))
+
+    def placed(parts):
+        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1) @ whiten
+
+    columns = []
+    for task in references:
+        own = placed(task)
+        basis = torch.linalg.svd(own - own.mean(0)).Vh[:2].T
+        away = placed(features(inputs)) - own.mean(0)
+        columns.append((away - away @ basis @ basis.T).norm(dim=1))
+    found = model.identify(**inputs).residuals
+    torch.testing.assert_close(found, torch.stack(columns, 1).float(), rtol=1e-2, atol=1e-3)
 
 
 def test_a_tenth_of_64_references_is_six_dimensions():

@@ -67,6 +67,7 @@ def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], ru
         for task in TASKS:
             update = model.recover(task)[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]
             energy = act(layers[name], update, hidden).double().square().sum(-1)  # (rows, tokens)
+            energy = energy.reshape(len(energy), -1)
             weights = torch.ones_like(energy) if mask is None else mask.double()
             mean = (energy * weights).sum(1) / weights.sum(1)
             columns.append((mean / update.double().square().sum()).log())

@@ -64,7 +64,7 @@ def test_all_files_but_the_configuration_and_the_card_are_recorded(folder):
         name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
     }
     assert described(folder)["artifact"]["files"] == expected
-    assert described(folder)["artifact"]["format_version"] == 3
+    assert described(folder)["artifact"]["format_version"] == 4
 
 
 def test_a_build_on_disk_records_what_it_wrote(tmp_path):
@@ -278,7 +278,13 @@ def test_code_named_in_a_configuration_is_not_run(folder):
         (lambda v: v["labels"]["red"]["id2label"].pop("1"), "names 1 labels of task 'red', whose head has 2 classes"),
         (lambda v: v["labels"].pop("red"), "has labels for"),
         (lambda v: v["labels"]["red"].update(problem_type="poetry"), "labels must be"),
-        (lambda v: v["artifact"]["signatures"].update(feature_layer="nowhere"), "no module 'nowhere'"),
+        (
+            lambda v: v["artifact"]["signatures"].update(feature_layer="nowhere", layers=["nowhere"]),
+            "no module 'nowhere'",
+        ),
+        (lambda v: v["artifact"]["signatures"].update(layers=["nowhere"]), "signatures are not valid"),
+        (lambda v: v["artifact"]["signatures"].update(temperature=0), "signatures are not valid"),
+        (lambda v: v["artifact"]["signatures"].update(common=True), "signatures are not valid"),
         (lambda v: v["artifact"]["recovery"][WEIGHT].update(error=-1), "recovery of"),
         (lambda v: v["artifact"]["recovery"][WEIGHT].update(rank=True), "recovery of"),
         (lambda v: v.update(tasks=[f"task {index}" for index in range(100_000)]), "heads for|has shape"),

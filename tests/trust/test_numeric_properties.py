@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -47,7 +48,7 @@ def test_residuals_are_not_negative_and_do_not_see_empty_directions(seed, tasks,
     residuals = signatures.residuals(rows)
     assert residuals.isfinite().all() and (residuals >= 0).all()
     padded = torch.cat([signatures.basis, torch.zeros(tasks, empty, width)], 1)
-    wider = Signatures(signatures.mean, padded, signatures.held_out, "layer")
+    wider = replace(signatures, basis=padded)
     torch.testing.assert_close(wider.residuals(rows), residuals)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ...config import RetexConfig, routing_options
+from ...routing import Signatures
 from ...utils.terminal import visible
 from ..sizes import bytes_of_experts, sizes_of
 from ..state import RetexParts
@@ -126,7 +127,7 @@ def _contents(parts: RetexParts) -> list[str]:
         offsets += f": {len(ranks)} as low-rank products ({spread}), {len(layouts) - len(ranks)} whole"
     errors = [error for error in parts.errors.values() if error is not None]
     if errors:
-        offsets += f". Mean relative error of the recovered differences: {sum(errors) / len(errors):.3f}"
+        offsets += f". Relative error of the recovered differences, mean over tensors: {sum(errors) / len(errors):.3f}"
     lines.append(f"{offsets}.")
     if any(parts.heads.values()):
         lines.append("The output layer of each task, as its expert has it.")
@@ -143,11 +144,11 @@ def _signatures(parts: RetexParts) -> str:
             "Tasks are told apart by how strongly each one's own update responds to an input, without reference inputs "
             "of each."
         )
-    if found is None:
+    if not isinstance(found, Signatures):
         return "No signatures: tasks cannot be told apart from inputs yet."
     return (
         f"Signatures that tell tasks apart: mean and a subspace of {found.basis.shape[1]} dimensions per task, of the "
-        f"{found.mean.shape[1]} features at `{found.feature_layer}`."
+        f"{found.mean.shape[1]} features up to `{found.feature_layer}`."
     )
 
 

@@ -105,13 +105,12 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
     _check_plain(model, [*recovery, *heads])
     tokens = _other_vocabulary(parts, task)
     offsets = Offsets(model, recovery, {**heads, **tokens}, recovery.task_embedding[index])
-    changed = [name for name in recovery if name not in tokens]
+    changed = [name for name in recovery if name not in tokens and offsets.is_changed(name)]
     plan = make_plan(model, changed, [*heads, *_all_names(model, tokens)], scope)
     tensors, ranks = lora_tensors(offsets, plan, uniform=scope == "linear")
     stacks, stack_ranks = stack_tensors(offsets, plan)
     tensors |= stacks | saved_tensors(offsets, plan)
     config = _config(model, plan, ranks, stack_ranks, list(heads), scope, base_name(parts.side_folder))
-    _write(tensors, config, folder)
     left_out = {name: offsets.relative_size(name) for name in sorted(plan.left)}
     export = LoraExport(
         task,
@@ -127,6 +126,7 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
         vocabulary=parts.config.vocabulary[task]["size"] if tokens and plan.saved else None,
         mergeable=is_mergeable(model, plan),
     )
+    _write(tensors, config, folder)
     if left_out and scope == "all":
         warnings.warn(
             f"The adapter of task {task!r} does not carry {shorten(left_out)}, which peft cannot represent: "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ....checkpoints import take_inventory
-from ....recovery import RecoveryModule
+from ....recovery import ComponentGenerator, RecoveryModule
 from .plan import Plan
 
 # Directions of a whole difference weaker than this, relative to the strongest, are rounding.
@@ -31,6 +31,13 @@ class Offsets:
         self.merged = self.model.state_dict()
         ties = take_inventory(self.model).aliases
         self.leaders = {alias: name for name, aliases in ties.items() for alias in aliases}
+
+    def is_changed(self, name: str) -> bool:
+        """Return whether a parameter differs: of a budget of bytes, a task may have got nothing there."""
+        generator = self.recovery[name]
+        if not isinstance(generator, ComponentGenerator):
+            return True
+        return any(generator.layout.left[task] for task in self.embedding.nonzero().flatten().tolist())
 
     def offset(self, alias: str) -> Tensor:
         """Return the difference from the merged tensor, on the CPU, because factoring needs float64."""
@@ -54,9 +61,9 @@ class Offsets:
         name = self.leaders[alias]
         shape = tuple(self.merged[alias].shape)
         rows, columns = shape[1:] if stacked else (shape[0], prod(shape[1:]))
-        if name not in self.recovery:
+        layout = self.recovery[name].layout if name in self.recovery else None
+        if layout is None or not self.is_changed(name):
             return torch.zeros(1, rows, 1), torch.zeros(1, 1, columns)
-        layout = self.recovery[name].layout
         if layout.is_factored and (layout.matrix_rows, layout.columns) == (rows, columns):
             return self._stored_factors(name)
         return factor(self.offset(name).reshape(-1, rows, columns), self.merged[alias])

@@ -1,0 +1,104 @@
+"""The space in which features are compared: those of several layers side by side, with directions in which inputs of
+every task vary shrunk. Such directions (length, style, brightness) tell tasks apart least, and corruptions move inputs
+along them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Most layers that are read, and most directions that are shrunk.
+LAYERS, DIRECTIONS = 4, 128
+# References per direction: fewer references know fewer directions.
+PER_DIRECTION = 3
+# Share of the mean variance in every estimated variance.
+SHRINKAGE = 0.3
+# Sizes from which on singular vectors are approximated.
+LARGE = 1024
+
+
+@dataclass(frozen=True)
+class FeatureSpace:
+    """`layers` that are read, a `scale` for each (L,), and the shrunk directions `common` (q, d): features `x` (d,) of
+    all layers become `x - common.T @ (common @ x)`.
+
+    >>> import torch
+    >>> from retex_hf.routing.feature_space import FeatureSpace
+    >>> space = FeatureSpace(("a", "b"), torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    >>> space({"a": torch.tensor([[3.0, 4.0]]), "b": torch.tensor([[1.0, 1.0]])}).tolist()
+    [[0.0, 4.0, 2.0, 2.0]]
+    """
+
+    layers: tuple[str, ...]
+    scale: Tensor
+    common: Tensor
+
+    @classmethod
+    def plain(cls, layer: str) -> FeatureSpace:
+        """Return the space of one layer's features as they are."""
+        return cls((layer,), torch.ones(1), torch.zeros(0, 0))
+
+    @classmethod
+    def fit(cls, layers: Sequence[str], features: Sequence[Mapping[str, Tensor]]) -> FeatureSpace:
+        """Fit the scales, and the directions in which inputs of one task vary, to the features (N, d) of each task by
+        layer.
+
+        Variances `v_i` along the singular directions of what remains without each task's mean, shrunk towards the mean
+        variance, are reduced to the one `v` that follows the last direction kept: a factor of `sqrt(v / v_i)`. This is
+        whitening, restricted to the directions that vary most.
+        """
+        centred = {layer: torch.cat([task[layer] - task[layer].mean(0) for task in features]) for layer in layers}
+        deviations = torch.stack([part.square().mean().sqrt() for part in centred.values()])
+        scale = torch.where(deviations > 0, 1 / deviations, 1.0)
+        rows = torch.cat([part * factor for part, factor in zip(centred.values(), scale, strict=True)], 1)
+        count = min(DIRECTIONS, len(rows) // PER_DIRECTION, *rows.shape)
+        values, directions = top_directions(rows, count + 1)
+        variances = (1 - SHRINKAGE) * values.square() / max(len(rows), 1) + SHRINKAGE * rows.square().mean()
+        count = min(count, len(variances) - 1)
+        if count < 1 or not variances.any():
+            return cls(tuple(layers), scale.float(), torch.zeros(0, 0))
+        factors = (variances[count] / variances[:count]).sqrt()
+        common = (1 - factors).sqrt().unsqueeze(1) * directions[:count]
+        return cls(tuple(layers), scale.float(), common.float().contiguous())
+
+    def __call__(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the features (rows, d) of all layers in this space."""
+        parts = [
+            features[layer].float() * factor.to(features[layer].device)
+            for layer, factor in zip(self.layers, self.scale, strict=True)
+        ]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if not len(self.common):
+            return found
+        common = self.common.to(found.device)
+        return found - (found @ common.T) @ common
+
+    def to(self, device: torch.device) -> FeatureSpace:
+        return FeatureSpace(self.layers, self.scale.to(device), self.common.to(device))
+
+
+def top_directions(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest singular values (k,) and right singular vectors (k, d), at most `count` of them."""
+    if min(rows.shape) <= LARGE:
+        _, values, directions = torch.linalg.svd(rows.double(), full_matrices=False)
+        return values[:count], directions[:count]
+    with torch.random.fork_rng(devices=[]):  # the same directions every time, and the caller's random numbers stay
+        torch.manual_seed(0)
+        _, values, directions = torch.svd_lowrank(rows, q=min(count + 8, *rows.shape), niter=4)
+    return values[:count].double(), directions.T[:count].double()
+
+
+def spread(layers: Sequence[str], count: int = LAYERS) -> list[str]:
+    """Return at most `count` of the layers, evenly spaced, with the last.
+
+    >>> spread(["0", "1", "2", "3", "4", "5", "6"], 4)
+    ['0', '2', '4', '6']
+    >>> spread(["0", "1"], 4)
+    ['0', '1']
+    """
+    if len(layers) <= count:
+        return list(layers)
+    return [layers[round(step * (len(layers) - 1) / (count - 1))] for step in range(count)]
