@@ -95,6 +95,10 @@ def seal(values: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class OtherVersion(ArtifactError):
+    """The artifact has another format version."""
+
+
 def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig, dict[str, Any]]:
     """Return the configuration of a folder and its "artifact" section.
 
@@ -109,7 +113,7 @@ def read_description(folder: Path, *, verify: bool = True) -> tuple[RetexConfig,
     if not isinstance(section, dict):
         raise ArtifactError(f'{path} has no "artifact" section: it is a configuration, not a saved model.')
     if section.get("format_version") != FORMAT_VERSION:
-        raise ArtifactError(
+        raise OtherVersion(
             f"{path} has format version {brief(section.get('format_version'))}; this library reads version "
             f"{FORMAT_VERSION}: build it again from its experts, with `retex build` and its recipe or with "
             "RetexModel.from_experts."

@@ -39,6 +39,7 @@ from .schema import (
     SIGNATURES,
     TASK_EMBEDDING,
     TRAINING_NAME,
+    OtherVersion,
     described_weights,
     head_key,
     read_description,
@@ -196,7 +197,12 @@ def _write_description(
     """
     for source in (parts.side_folder, previous):
         if source is not None and (source == parts.side_folder or source.is_dir()):
-            records = None if parts.unverified else recorded_side_files(source)
+            try:
+                records = None if parts.unverified else recorded_side_files(source)
+            except OtherVersion:
+                if source == parts.side_folder:
+                    raise
+                continue  # it is being replaced, as it must be, and its tokenizer files are those of its base
             own = [task for task, place in parts.tokenizers.items() if place == source / task_tokenizer(task)]
             copy_side_files(source, folder, records, own)
     copy_task_tokenizers(parts.tokenizers, folder)

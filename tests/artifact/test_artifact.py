@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -335,3 +336,21 @@ def test_a_description_of_another_model_is_refused(model, tmp_path):
     with pytest.raises(ArtifactError, match="holds the weights of another model"):
         loaded.save_description(folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_an_artifact_of_another_version_is_built_again_in_its_place(tmp_path):
+    base = FAMILIES["bert"].make().eval()
+    base.save_pretrained(tmp_path / "base")
+    for task, expert in make_experts(base).items():
+        expert.save_pretrained(tmp_path / task)
+    experts = {task: tmp_path / task for task in TASKS}
+    build = partial(RetexModel.from_experts, tmp_path / "base", experts, RetexConfig(rank=2), progress=False)
+    build(output_dir=tmp_path / "artifact")
+    path = tmp_path / "artifact" / "retex_config.json"
+    values = json.loads(path.read_text())
+    values["artifact"]["format_version"] -= 1
+    path.write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match="build it again from its experts"):
+        RetexModel.from_pretrained(tmp_path / "artifact")
+    build(output_dir=tmp_path / "artifact")
+    assert RetexModel.from_pretrained(tmp_path / "artifact").tasks == TASKS
