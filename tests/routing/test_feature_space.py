@@ -36,16 +36,17 @@ def test_directions_in_which_every_task_varies_are_shrunk_and_others_stay():
 
 
 def test_corruption_along_a_shared_direction_misleads_less():
-    """References vary little along a direction, corrupted inputs much, and differently by task."""
+    """Means differ a little along the direction that every task varies in, and corruption moves inputs along it."""
     references, inputs = tasks(64, nuisance=1.0), tasks(200, nuisance=1.0, seed=1)
-    for features in inputs:
-        features["layer"][:, -1] += 4
+    for task in range(3):
+        references[task]["layer"][:, -1] += 0.5 * task
+        inputs[task]["layer"][:, -1] += 0.5 * task + 4
     shares = []
     for space in (FeatureSpace.plain("layer"), FeatureSpace.fit(["layer"], references)):
         signatures = Signatures.fit_in(space, [space(task) for task in references], 0)
         shares.append(identified([signatures.residuals(space(task)) for task in inputs]))
-    assert shares[1] >= shares[0] - 0.01
-    assert shares[1] > 0.9
+    assert shares[0] < 0.5
+    assert shares[1] > 0.75
 
 
 def test_layers_of_any_scale_count_alike():
