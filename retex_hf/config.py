@@ -145,8 +145,14 @@ class RetexConfig:
         feature_pooling: `"mean"` over unmasked tokens, or the `"first"` or `"last"` unmasked token.
         feature_source: Model that computes the features: the `"merged"` one, or the `"pretrained"` one (which is then
             stored too).
-        shared_trunk: Leave the layers up to the feature layer merged for every task: the pass that identifies a row is
-            then the beginning of its expert's own pass. `fit_signatures` reports how much that changes the outputs.
+        shared_trunk: Let rows whose task is identified begin on the merged model: the pass that identifies a row is
+            then the beginning of its expert's own pass, and what it hands to the expert's next layer is aligned with
+            what the expert's own layers would. True shares the layers up to the feature layer; `"auto"` the deepest
+            trunk up to there within `trunk_tolerance`, or none. Rows whose task is named run on the whole expert.
+            `fit_signatures` reports how much the outputs change.
+        trunk_tolerance: Share of the answers (classes, or next tokens) to held-out references that `"auto"` lets the
+            trunk change, on average over tasks; where a model gives no answers, ten times as much is the distance that
+            outputs may move back towards the merged model, relative to the expert's.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
         signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`.
         tasks: Names of the tasks, filled in on build.
@@ -155,7 +161,7 @@ class RetexConfig:
         labels: Labels of each task's head (`id2label`, `problem_type`), filled in on build.
         vocabulary: Vocabulary of each task, where vocabularies differ: its `size`, its own `token_ids`, and whether it
             has its own `tokenizer`; filled in on build.
-        trunk: Cost of a shared trunk, filled in by `fit_signatures`.
+        trunk: The shared trunk and its cost, filled in by `fit_signatures`.
 
     Example:
         >>> from retex_hf import RetexConfig
@@ -188,7 +194,8 @@ class RetexConfig:
     feature_layer: str | int = "auto"
     feature_pooling: str = "mean"
     feature_source: str = "merged"
-    shared_trunk: bool = False
+    shared_trunk: bool | str = False
+    trunk_tolerance: float = 0.01
     num_reference: int = 64
     signature_rank: int | float = 0.1
     tasks: list[str] = field(default_factory=list)
@@ -365,14 +372,18 @@ def _is_vocabulary(value: Any) -> bool:
 def _is_trunk(value: Any) -> bool:
     if value is None:
         return True
-    if not isinstance(value, dict) or set(value) - {"cached"} != {"replayed", "cost"}:
+    if not isinstance(value, dict) or set(value) != {"junction", "axis", "parameters", "cached", "replayed", "cost"}:
         return False
-    if not all(isinstance(value.get(key, False), bool) for key in ("replayed", "cached")):
+    if not isinstance(value["junction"], str) or not _is_strings(value["parameters"]):
         return False
-    costs = value["cost"]
-    return _is_dict_of_dicts(costs) and all(
-        "change" in cost and all(_is_number(number) for number in cost.values()) for cost in costs.values()
-    )
+    if not all(isinstance(value[key], bool) for key in ("replayed", "cached")):
+        return False
+    costs, axis = value["cost"], value["axis"]
+    return (
+        isinstance(axis, int) and not isinstance(axis, bool) and -8 <= axis < 0
+        and _is_dict_of_dicts(costs)
+        and all("change" in cost and all(_is_number(number) for number in cost.values()) for cost in costs.values())
+    )  # fmt: skip
 
 
 def _is_storage(value: Any) -> bool:
@@ -499,7 +510,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "feature_pooling": (lambda v: v in POOLINGS, f"one of {POOLINGS}"),
     "feature_source": (lambda v: v in FEATURE_SOURCES, f"one of {FEATURE_SOURCES}"),
-    "shared_trunk": (lambda v: isinstance(v, bool), "True or False"),
+    "shared_trunk": (lambda v: isinstance(v, bool) or v == "auto", 'True, False or "auto"'),
+    "trunk_tolerance": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "num_reference": (lambda v: _is_int(v, 1), "a positive integer"),
     "signature_rank": (
         lambda v: _is_int(v, 1) or (isinstance(v, float) and 0 < v <= 1),
@@ -522,6 +534,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "trunk": (
         lambda v: _is_trunk(v),
-        'None, or {"replayed": True or False, "cached": True or False, "cost": {task: {"change": a number}}}',
+        'None, or {"junction": a module name, "axis": a negative number, "parameters": names, "cached": True or False, '
+        '"replayed": True or False, "cost": {task: {"change": a number}}}',
     ),
 }

@@ -22,7 +22,7 @@ from ..errors import ArtifactError, CheckpointError, brief, shorten
 from ..execution import beside_own
 from ..recovery import ComponentGenerator, ComponentLayout, Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from ..recovery.quantize import stored_parts
-from ..routing import FeatureSpace, Signatures, WeightSignatures
+from ..routing import Alignment, FeatureSpace, Signatures, WeightSignatures
 from ..utils.devices import one_device
 from ..utils.module_tensors import resize_tensors
 from ..utils.strict_files import check_links, parse_json, parse_yaml, read_file
@@ -73,7 +73,7 @@ def read(folder: Path, *, verify: bool = True, check_finite: bool = False, **loa
             library = library_of(parts.model)
             options = {**load_options, **_sized_maker(load_options.get("make_model"), parts)}
             model = _load_model(folder, library, files, options)
-            _check_feature_layer(folder, model, parts.signatures)
+            _check_layers(folder, model, parts)
         except Exception:  # readers may raise anything while a folder is being replaced
             if before is None or _generation(folder) == before:
                 raise
@@ -127,8 +127,6 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
     _check_fits(folder, model, recovery, heads, pretrained)
     _check_vocabulary(folder, model, config, rows, heads)
     _check_labels(folder, model, config, heads)
-    if library is not plain_modules:  # the modules of those are known only when they are made
-        _check_feature_layer(folder, model, signatures)
     history = read_beside(files, TRAINING_NAME, list) or []
     if not all(isinstance(entry, dict) for entry in history):
         raise ArtifactError(f"{folder / TRAINING_NAME} must hold a list of records.")
@@ -152,6 +150,8 @@ def _read_parts(folder: Path, verify: bool, check_finite: bool, *, keep: bool) -
         rows=TensorBank(rows),
         tokenizers={task: home / task_tokenizer(task) for task in own},
     )
+    if library is not plain_modules:  # the modules of those are known only when they are made
+        _check_layers(folder, model, parts)
     if check_finite:
         for source in files.sources():
             check_numbers(source)
@@ -397,19 +397,24 @@ def _read_groups(
 def _read_signatures(
     files: ArtifactFiles, section: dict[str, Any], config: RetexConfig
 ) -> Signatures | WeightSignatures | None:
-    if section.get("signatures") is None:
-        return None
     folder = files.folder
+    if section.get("signatures") is None:
+        if config.trunk is not None:
+            raise ArtifactError(f"{folder / CONFIG_NAME} describes a shared trunk, but no signatures that lead to it.")
+        return None
     described = _dict(section, "signatures", folder)
     from_weights = config.signatures == "weights"
     tasks, layer = len(config.tasks), cast("Any", described.get("feature_layer"))
     sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out", "common")]
     layers: Any = described.get("layers")
     temperature: Any = described.get("temperature")
+    trunk: Any = described.get("trunk")
     valid = isinstance(layer, str) and (
         from_weights
         or (
-            all(is_count(size) for size in sizes)
+            (trunk is None) == (config.trunk is None)
+            and (trunk is None or (isinstance(trunk, list) and len(trunk) == 2 and all(map(is_count, trunk))))
+            and all(is_count(size) for size in sizes)
             and isinstance(layers, list) and all(isinstance(one, str) for one in layers) and layers[-1:] == [layer]
             and isinstance(temperature, (int, float)) and 0 < temperature < inf
         )
@@ -428,9 +433,13 @@ def _read_signatures(
         "scale": (len(layers),),
         "common": (common, width if common else 0),
     }
-    _check_tensors(source, shapes)
+    aligned = {} if trunk is None else {"trunk_down": (tasks, *trunk), "trunk_up": (tasks, *trunk)}
+    aligned |= {} if trunk is None else {"trunk_shift": (tasks, trunk[1])}
+    _check_tensors(source, {**shapes, **aligned})
     mean, basis, residuals, scale, directions = (source.read(name).clone() for name in shapes)
-    return Signatures(mean, basis, residuals, FeatureSpace(tuple(layers), scale, directions), float(temperature))
+    alignment = Alignment(*(source.read(name).clone() for name in aligned)) if aligned else None
+    space = FeatureSpace(tuple(layers), scale, directions)
+    return Signatures(mean, basis, residuals, space, float(temperature), alignment)
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
@@ -470,14 +479,26 @@ def _check_fits(
                 )
 
 
-def _check_feature_layer(folder: Path, model: nn.Module, signatures: Signatures | WeightSignatures | None) -> None:
+def _check_layers(folder: Path, model: nn.Module, parts: RetexParts) -> None:
+    """Refuse signatures of modules, and a shared trunk of modules and tensors, that the merged model does not have."""
+    signatures, trunk = parts.signatures, parts.config.trunk
     read = signatures.space.layers if isinstance(signatures, Signatures) else ()
-    for layer in read or (() if signatures is None else (signatures.feature_layer,)):
-        if layer not in dict(model.named_modules()):
+    layers = [*(read or (() if signatures is None else (signatures.feature_layer,)))]
+    modules, tensors = dict(model.named_modules()), model.state_dict()
+    for layer in layers:
+        if layer not in modules:
             raise ArtifactError(
                 f"{folder / CONFIG_NAME}: the merged model has no module {brief(layer)}, whose features the signatures "
                 "describe."
             )
+    if trunk is not None and trunk["junction"] not in modules:
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: the merged model has no module {brief(trunk['junction'])}, the end of its shared "
+            "trunk."
+        )
+    for name in () if trunk is None else trunk["parameters"]:
+        if name not in tensors:
+            raise ArtifactError(f"{folder / CONFIG_NAME}: the merged model has no tensor {brief(name)} of its trunk.")
 
 
 def _sized_maker(make_model: Any, parts: RetexParts) -> dict[str, Any]:

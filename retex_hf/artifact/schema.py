@@ -19,7 +19,7 @@ from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import KINDS, MATRIX, ORDERS, VECTOR
 from .state import RetexParts
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
     "retex_recovery",
     "retex_signatures",

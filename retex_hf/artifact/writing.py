@@ -218,6 +218,7 @@ def _write_description(
                 "held_out": signatures.held_out.shape[1],
                 "common": len(signatures.space.common),
                 "temperature": signatures.temperature,
+                "trunk": None if signatures.alignment is None else list(signatures.alignment.down.shape[1:]),
             }
         _save(signatures.tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:

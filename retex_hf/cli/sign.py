@@ -76,7 +76,7 @@ class SignOptions(DeviceOptions):
             model.recipe = recipe.with_values(config={**recipe.get("config", {}), **given})
         accuracies = sign(model, references, inputs=inputs, progress=True)
         target = self.output_dir or self.artifact
-        if self.output_dir is not None or model.retex_config.shared_trunk:  # a shared trunk drops weights
+        if self.output_dir is not None:
             model.save_pretrained(target)
         else:
             model.save_description(target)

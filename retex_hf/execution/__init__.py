@@ -5,9 +5,8 @@ from .choice import check_execution
 from .expert_cache import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
 from .joining import Joiner
 from .outputs import attach_routing, logits_of
-from .runner import ExpertRunner, call_method
-from .trunk_cost import trunk_cost
-from .trunk_replay import TrunkRecord, replays_cache
+from .runner import ExpertRunner, call_method, forward_inputs
+from .trunk_replay import SharedTrunk, TrunkRecord, replaying, replays_cache
 
 __all__ = [
     "Assignment",
@@ -16,6 +15,7 @@ __all__ = [
     "Group",
     "Joiner",
     "Mixture",
+    "SharedTrunk",
     "TrunkRecord",
     "as_active",
     "attach_routing",
@@ -24,12 +24,13 @@ __all__ = [
     "check_execution",
     "copy_with",
     "expert_bytes",
+    "forward_inputs",
     "is_plain",
     "logits_of",
     "parse_adapter_names",
     "parse_task",
     "recover_tensors",
+    "replaying",
     "replays_cache",
     "task_index",
-    "trunk_cost",
 ]

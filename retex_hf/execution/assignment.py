@@ -26,6 +26,12 @@ class Group:
     weights: Tensor | None = None
     recovered: bool = True
 
+    def mixture(self, tasks: int) -> Tensor:
+        """Return the weights of all tasks, (T,)."""
+        if self.weights is not None:
+            return self.weights
+        return torch.nn.functional.one_hot(torch.tensor(self.task_id), tasks).float()
+
 
 @dataclass
 class Assignment:
@@ -37,6 +43,10 @@ class Assignment:
 
     task_ids: Tensor
     weights: Tensor | None = None
+
+    def mixtures(self, tasks: int) -> Tensor:
+        """Return the weights of all tasks for each row, (rows, T)."""
+        return torch.nn.functional.one_hot(self.task_ids, tasks).float() if self.weights is None else self.weights
 
     def groups(self) -> list[Group]:
         if self.weights is None:

@@ -26,7 +26,7 @@ from .items import NoticedItems
 from .joining import Joiner, check_separable
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .outputs import logits_of
-from .trunk_replay import TrunkRecord, install_replay, replaying
+from .trunk_replay import SharedTrunk, TrunkRecord, install_replay, replaying
 from .vocabulary_rows import rows_beyond, tokens_of, with_all_rows, with_own_rows
 
 GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict())
@@ -45,7 +45,7 @@ class ExpertRunner:
     labels: Mapping[str, dict[str, Any]]
     cache: ExpertCache
     execution: str = "auto"
-    trunk: list[str] = field(default_factory=list)
+    trunk: SharedTrunk | None = None
     # Rows for tokens that the merged model lacks, where vocabularies differ (see `RetexConfig.vocabulary`).
     rows: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     vocabulary: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class ExpertRunner:
         return settings
 
     def _key(self, group: Group, recovered: bool) -> tuple:
-        return (group.task_id, recovered, self.model.training)
+        return (group.task_id, recovered, self.model.training, self.trunk is not None)
 
     def _may_learn(self) -> bool:
         """Return whether the recovery module is being trained, so that its experts change from step to step."""
@@ -104,9 +104,7 @@ class ExpertRunner:
         tensors = dict(self.heads.get(task, {}))
         if recovered:
             self._require_plain_numbers()
-            weights = group.weights
-            if weights is None:
-                weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), len(self.tasks)).float()
+            weights = group.mixture(len(self.tasks))
             device = self.recovery.task_embedding.device
             with torch.set_grad_enabled(learning):
                 tensors |= recover_tensors(self.model.state_dict(), self.recovery, weights.to(device))
@@ -116,7 +114,9 @@ class ExpertRunner:
             with torch.set_grad_enabled(learning):
                 tensors |= with_own_rows(shared, self.rows[task], self.vocabulary[task]["size"])
         expert = copy_with(self.model, tensors)
-        install_replay(expert, self.trunk)
+        if self.trunk is not None:
+            align = partial(self.trunk.align, weights=weights) if recovered else None
+            install_replay(expert, self.trunk.blocks, align)
         if task in self.vocabulary:
             self.library.set_vocabulary(expert, self.vocabulary[task]["size"], self.vocabulary[task]["token_ids"])
         if task in self.labels:
@@ -277,7 +277,7 @@ class ExpertRunner:
         if self.rows or any(self.heads.values()):
             kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
         if method == "generate":
-            method, kwargs = "forward", _of_forward(prober, kwargs, rows)
+            method, kwargs = "forward", forward_inputs(prober, kwargs, rows)
 
         @torch.no_grad()
         def call(part: Mapping[str, Any]) -> Any:
@@ -353,7 +353,7 @@ class ExpertRunner:
             cached=lambda group: self._key(group, group.recovered) in self.cache,
             expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
             swappable=swappable,
-            mixed=lambda: self.cache.get("mixed", self._make_mixed),
+            mixed=lambda: self.cache.get(("mixed", self.trunk is not None), self._make_mixed),
         )
 
     def _encoder(self) -> str | None:
@@ -368,8 +368,8 @@ class ExpertRunner:
         mixed = MixedModel(self.model, self.recovery, self.tasks, self.heads)
         if self.rows or len({described["size"] for described in self.vocabulary.values()}) > 1:
             mixed.reason = "tasks have tokens of their own."
-        if mixed.reason is None:
-            install_replay(mixed.model, self.trunk)
+        if mixed.reason is None and self.trunk is not None:
+            install_replay(mixed.model, self.trunk.blocks, self.trunk.align_segments)
         return mixed
 
     def _whole(self, method: str, kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -446,7 +446,7 @@ def _form(value: Any, rows: int) -> Any:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
-def _of_forward(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def forward_inputs(model: nn.Module, kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return the arguments of `generate` that `forward` accepts, and the start token of a decoder."""
     accepted = inspect.signature(model.forward).parameters
     given = {name: value for name, value in kwargs.items() if name in accepted}

@@ -1,8 +1,9 @@
 """Reuse of a shared trunk: the feature pass records the trunk's outputs, and experts continue from them.
 
-The layers up to the feature layer are the same for every task. In the copies of the model that run experts, these
-blocks return what the feature pass recorded, and a decoder's put the keys and values into the cache that they put there
-then. Outside such a call, and in later steps of `generate`, they run as usual.
+The first layers are merged for every task, and the output of the last of them, the junction, is aligned with the
+expert of a row. In the copies of the model that run experts, these blocks return what the feature pass recorded, and a
+decoder's put the keys and values into the cache that they put there then. Outside such a call, and in later steps of
+`generate`, they run as usual, and the junction's output is aligned as it comes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, copy_context
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +20,61 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..routing.alignment import Alignment, align_entries, owners, with_first_tensor
 from ..routing.features import Entry, FilledCache, hidden_and_positions
+from ..routing.pooling import Layout
 from ..routing.trunk_parameters import answers
 from ..rows import Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
 from .expert_cache import copy_with
+from .mixed.call import MixedUnsupported, current_call
 
 # Layers of a cache whose whole state are keys and values of the rows.
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Outputs from inside the blocks, which a record of the blocks' outputs cannot provide.
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class SharedTrunk:
+    """The `blocks` that are merged for every task, their `parameters`, and what aligns the last block's output: `axis`
+    is that of its features, counted from the end. The blocks may fill a cache (`cached`), and experts can continue from
+    what was recorded of them (`replayed`)."""
+
+    blocks: list[str]
+    parameters: list[str]
+    axis: int
+    alignment: Alignment
+    cached: bool = False
+    replayed: bool = True
+
+    @property
+    def junction(self) -> str:
+        """Return the block at which experts begin."""
+        return self.blocks[-1]
+
+    def align(self, output: Any, weights: Tensor) -> Any:
+        """Return the junction's output, aligned with the mixture (T,) of tasks that all of its rows have."""
+
+        def align(hidden: Tensor) -> Tensor:
+            moved = hidden.movedim(self.axis, -1)
+            return self.alignment(moved, weights.expand(len(moved), -1)).movedim(-1, self.axis)
+
+        return with_first_tensor(output, align)
+
+    def align_segments(self, output: Any) -> Any:
+        """Return the junction's output, aligned with the task of each row of the running mixed batch."""
+        call = current_call()
+        weights = torch.stack([segment.weights * segment.recovered for segment in call.segments])
+
+        def align(hidden: Tensor) -> Tensor:
+            if len(hidden) % call.rows or self.axis == -hidden.ndim:
+                raise MixedUnsupported(f"{self.junction!r} gives {len(hidden)} entries for {call.rows} rows.")
+            moved = hidden.movedim(self.axis, -1)
+            index = call.index(len(moved), weights.device)
+            return self.alignment(moved, weights[index]).movedim(-1, self.axis)
+
+        return with_first_tensor(output, align)
 
 
 @dataclass(frozen=True)
@@ -40,6 +86,12 @@ class TrunkRecord:
     proof: Proof
     reading: Reading
     cache: FilledCache | None = None
+
+    def aligned(self, block: str, layout: Layout, alignment: Alignment, weights: Tensor) -> TrunkRecord:
+        """Return the record with a block's output aligned, by weights (rows, T)."""
+        owner = owners(layout, self.reading, self.rows).to(weights.device)
+        output = align_entries(self.outputs[block], layout, alignment, weights[owner])
+        return replace(self, outputs={**self.outputs, block: output})
 
     def of(self, block: str, rows: Tensor) -> Any:
         """Return a block's output for some rows."""
@@ -120,10 +172,11 @@ def _fill(cache: Cache, filled: Mapping[int, CacheLayerMixin], rows: Tensor | No
 
 
 class _Replay:
-    """A block's `forward` that returns the record. It refers to the block weakly, so as not to keep an expert alive."""
+    """A block's `forward` that returns the record, or runs and lets `align` change the output. It refers to the block
+    weakly, so as not to keep an expert alive."""
 
-    def __init__(self, block: nn.Module, name: str) -> None:
-        self._block, self.name = weakref.ref(block), name
+    def __init__(self, block: nn.Module, name: str, align: Callable[[Any], Any] | None) -> None:
+        self._block, self.name, self._align = weakref.ref(block), name, align
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _replayed.get()
@@ -144,14 +197,15 @@ class _Replay:
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         block = self._block()
         assert block is not None  # it is being called
-        return type(block).forward(block, *args, **kwargs)
+        output = type(block).forward(block, *args, **kwargs)
+        return output if self._align is None else self._align(output)
 
 
-def install_replay(model: nn.Module, blocks: list[str]) -> None:
-    """Make blocks of a copy of the model return records."""
+def install_replay(model: nn.Module, blocks: list[str], align: Callable[[Any], Any] | None = None) -> None:
+    """Make blocks of a copy of the model return records; where the last of them runs, `align` its output."""
     for name in blocks:
         block = model.get_submodule(name)
-        block.forward = _Replay(block, name)
+        block.forward = _Replay(block, name, align if name == blocks[-1] else None)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..artifact.state import RetexParts
 from ..backends import library_of
-from ..config import RetexConfig
 from ..errors import first_line
 from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
 from ..execution.vocabulary_rows import rows_beyond, with_all_rows
@@ -43,11 +42,6 @@ def extractor_of(
         tensors |= with_all_rows({**parts.model.state_dict(), **tensors}, rows)
     model = copy_with(parts.model, tensors).eval()
     return FeatureExtractor(model, layers, parts.config.feature_pooling, blocks, known, with_cache)
-
-
-def trunk_cached(config: RetexConfig) -> bool:
-    """Return whether the blocks of the shared trunk fill a cache."""
-    return config.trunk is not None and config.trunk.get("cached", False)
 
 
 def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:

@@ -13,21 +13,17 @@ from typing import Any
 from ..artifact.state import RetexParts
 from ..backends import as_inputs
 from ..errors import InputError, TaskError
-from ..execution import TrunkRecord, replays_cache, task_index, trunk_cost
+from ..execution import task_index
 from ..routing import (
     Signatures,
     WeightSignatures,
     as_batches,
     candidate_layers,
-    describe_trunk,
     fit_signatures,
-    keeps_cache,
     noted,
-    trunk_blocks,
-    trunk_parameters,
 )
-from ..utils.progress import remark
-from .components import extractor_of, runner_of, scorer_of
+from .components import extractor_of, scorer_of
+from .shared_trunk import with_shared_trunk
 
 
 def sign(
@@ -53,9 +49,9 @@ def sign(
         parts.config,
         progress,
     )
-    signed = _signed(parts, signatures)
+    signed = _signed(replace(parts, config=replace(parts.config, trunk=None)), signatures)
     if parts.config.shared_trunk:
-        signed = _with_shared_trunk(signed, signatures, seen, progress)
+        signed = with_shared_trunk(signed, seen, progress)
     return signed, accuracies
 
 
@@ -91,33 +87,3 @@ def _as_pool(parts: RetexParts, batches: Any) -> Iterator[dict[str, Any]]:
     if isinstance(batches, Mapping) and any(name in parts.config.tasks for name in batches):
         raise InputError('With signatures="weights" fit_signatures takes one pool of batches, not one per task.')
     return inputs_of(parts, batches)
-
-
-def _replays_cache(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> bool:
-    """Return whether the merged model gives the same outputs and caches when its trunk is replayed from a record."""
-    blocks = trunk_blocks(parts.model, layer)
-    recorded = extractor_of(parts, [layer], blocks, with_cache=True).record(sample)
-    if recorded.proof.refused:
-        return False
-    record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
-    return replays_cache(parts.model, blocks, record, extractor_of(parts, [layer]).select(sample))
-
-
-def _with_shared_trunk(
-    parts: RetexParts, signatures: Signatures, references: dict[str, list[dict[str, Any]]], progress: bool
-) -> RetexParts:
-    """Leave the layers up to the feature layer merged for every task, and report the cost."""
-    extractor = extractor_of(parts, [signatures.feature_layer])
-    sample = references[parts.config.tasks[0]][0]
-    recovery = parts.recovery.without(trunk_parameters(extractor, sample, parts.model))
-    errors = {name: error for name, error in parts.errors.items() if name in recovery}
-    shared = replace(parts, recovery=recovery, errors=errors)
-    cached = keeps_cache(extractor, sample, parts.model)
-    trunk = {
-        "replayed": not cached or _replays_cache(parts, signatures.feature_layer, sample),
-        "cached": cached,
-        "cost": trunk_cost(runner_of(parts), runner_of(shared), references, extractor),
-    }
-    if progress:
-        remark(describe_trunk(trunk, signatures.feature_layer), in_logs=True)
-    return replace(shared, config=replace(parts.config, trunk=trunk))

@@ -32,7 +32,6 @@ from ..checkpoints import (
     align_source,
     check_experts,
     check_integers,
-    check_range,
     check_related,
     open_source,
     read_finite,
@@ -42,25 +41,24 @@ from ..checkpoints.tokenizer_files import tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabulary
 from ..config import matches, storage_bytes
 from ..errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
-from ..execution import copy_with, task_index, trunk_cost
+from ..execution import copy_with, task_index
 from ..execution.choice import find_fixed
 from ..recovery import Layout, plan_layout
 from ..recovery.component_growth import add_to_components, remove_from_components
 from ..recovery.growth import Growth, add_to_recovery, remove_from_recovery
 from ..recovery.layout import MATRIX
 from ..routing import (
-    FeatureExtractor,
     Signatures,
     WeightSignatures,
     held_out_residuals,
     noted,
     reference_features,
-    trunk_parameters,
 )
 from ..utils.devices import device_of, enough_memory, exact_device, parse_device
 from ..utils.tensor_bank import TensorBank
-from .components import extractor_of, runner_of, scorer_of
+from .components import extractor_of, scorer_of
 from .edit_signatures import inputs_of
+from .shared_trunk import align_new_task
 
 MERGED = "the merged model"
 # Share of a new task's references below which features that were chosen without it do not serve it.
@@ -138,9 +136,7 @@ def add_task(
     if isinstance(signatures, Signatures) and batches is not None:
         widened = replace(parts, config=replace(config, vocabulary=vocabulary), rows=rows, heads=heads)
         signatures = _join_signature(widened, signatures, name, batches)
-    trunk = set() if config.trunk is None else set(_trunk_names(parts, seen[0]))
-
-    left_out = {n for n in experts.names if n in trunk or matches(n, config.exclude)}
+    left_out = {n for n in experts.names if matches(n, config.exclude)}
     joining = _joining(parts, experts, inventory, name, left_out)
 
     def read(parameter: str) -> tuple[Tensor, Tensor]:
@@ -196,10 +192,8 @@ def add_task(
     if isinstance(signatures, WeightSignatures) and batches is not None:
         centred = WeightSignatures.fit(partial(scorer_of, replace(grown, signatures=None)), batches)
         grown = replace(grown, signatures=centred)
-    if config.trunk is not None:
-        cost = _trunk_cost(grown, name, {n: _read(checkpoint, n) for n in trunk if n in checkpoint}, seen)
-        described = {**config.trunk, "cost": {**config.trunk["cost"], **cost}}
-        grown = replace(grown, config=replace(grown.config, trunk=described))
+    if config.trunk is not None and isinstance(signatures, Signatures):
+        grown = _joined_trunk(grown, signatures, name, seen)
     added = AddedTask(
         name,
         growth.errors,
@@ -506,31 +500,13 @@ def _join_signature(
     return joined
 
 
-def _trunk_extractor(parts: RetexParts) -> FeatureExtractor:
-    assert parts.signatures is not None  # a trunk ends at the feature layer
-    return extractor_of(parts, [parts.signatures.feature_layer])
-
-
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read a tensor; refuse non-finite values. (A trunk also has integer counters, which need no check.)"""
-    tensor = checkpoint.read(name)
-    return check_range(tensor, checkpoint.label, name) if tensor.is_floating_point() else tensor
-
-
-def _trunk_names(parts: RetexParts, sample: Mapping[str, Any]) -> list[str]:
-    return trunk_parameters(_trunk_extractor(parts), sample, parts.model)
-
-
-def _trunk_cost(
-    parts: RetexParts, name: str, trunk: Mapping[str, Tensor], batches: list[dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Return the new task's cost of a merged trunk; `trunk` holds the expert's own tensors there."""
-    device = parts.recovery.task_embedding.device
-    like = parts.model.state_dict()
-    own = {n: tensor.to(device, like[n].dtype) for n, tensor in trunk.items()}
-    shared = runner_of(parts)
-    full = replace(shared, heads={**parts.heads, name: {**parts.heads[name], **own}})
-    return trunk_cost(full, shared, {name: batches}, _trunk_extractor(parts))
+def _joined_trunk(parts: RetexParts, signatures: Signatures, name: str, batches: list[dict[str, Any]]) -> RetexParts:
+    """Return parts whose shared trunk is aligned with the expert of a new task, too."""
+    assert parts.config.trunk is not None and signatures.alignment is not None
+    alignment, cost = align_new_task(parts, name, batches)
+    joined = signatures.alignment.joined_by(alignment.to(signatures.mean.device))
+    trunk = {**parts.config.trunk, "cost": {**parts.config.trunk["cost"], name: cost}}
+    return replace(parts, config=replace(parts.config, trunk=trunk), signatures=replace(signatures, alignment=joined))
 
 
 def _note_task(

@@ -21,6 +21,7 @@ from ..execution import (
     ExpertRunner,
     Group,
     Mixture,
+    SharedTrunk,
     TrunkRecord,
     attach_routing,
     call_method,
@@ -29,9 +30,11 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, Signatures, decide, trunk_blocks
-from .components import centre_of, extractor_of, runner_of, scorer_of, trunk_cached
+from ..routing import FeatureExtractor, Routing, Signatures, decide
+from ..routing.features import Recorded
+from .components import centre_of, extractor_of, runner_of, scorer_of
 from .peft_names import check_spelling
+from .shared_trunk import record_of, trunk_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +77,7 @@ class Snapshot:
 
     def identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
         """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
-        signatures, record = self.parts.signatures, None
+        signatures, recorded = self.parts.signatures, None
         routing, thresholds = self.parts.config.routing, None
         temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
@@ -85,30 +88,42 @@ class Snapshot:
         elif not isinstance(signatures, Signatures):
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:
-            layers = list(signatures.space.layers)
-            extractor = self.cache.get("features", lambda: self._extractor(layers))
+            extractor = self.cache.get("features", self._extractor)
             recorded = extractor.record(inputs)
-            signatures = signatures.to(recorded.features[layers[-1]].device)
+            signatures = signatures.to(recorded.features[signatures.feature_layer].device)
             residuals = signatures.residuals(signatures.space(recorded.features))
             temperature = temperature or signatures.temperature
             options = routing_options(routing)
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
-            if self.trunk_blocks() and not recorded.proof.refused:
-                record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
-        return decide(residuals, self.tasks, routing, temperature or 1.0, thresholds), record
+        decided = decide(residuals, self.tasks, routing, temperature or 1.0, thresholds)
+        return decided, None if recorded is None else self._trunk_record(recorded, decided)
 
-    def trunk_blocks(self) -> list[str]:
-        """Return the blocks whose outputs the feature pass passes on to the experts."""
-        trunk, layer = self.parts.config.trunk, getattr(self.parts.signatures, "feature_layer", None)
-        if trunk is None or not trunk["replayed"] or layer is None:
-            return []
-        return self.cache.get("blocks", lambda: trunk_blocks(self.parts.model, layer))
+    @property
+    def trunk(self) -> SharedTrunk | None:
+        """Return the trunk that rows of identified tasks share."""
+        signatures, described = self.parts.signatures, self.parts.config.trunk
+        alignment = signatures.alignment if isinstance(signatures, Signatures) else None
+        if described is None or alignment is None:
+            return None
+        return self.cache.get("trunk", lambda: trunk_of(self.parts, alignment))
 
-    def _extractor(self, layers: list[str]) -> FeatureExtractor:
-        blocks = self.trunk_blocks()
-        with_cache = bool(blocks) and trunk_cached(self.parts.config)
-        return extractor_of(self.parts, layers, blocks, known=self.proofs, with_cache=with_cache)
+    def _extractor(self) -> FeatureExtractor:
+        signatures, trunk = self.parts.signatures, self.trunk
+        assert isinstance(signatures, Signatures)
+        layers = list(signatures.space.layers)
+        if trunk is None or not trunk.replayed:
+            return extractor_of(self.parts, layers, known=self.proofs)
+        layers = [trunk.junction, *(layer for layer in layers if layer != trunk.junction)]
+        return extractor_of(self.parts, layers, trunk.blocks, known=self.proofs, with_cache=trunk.cached)
+
+    def _trunk_record(self, recorded: Recorded, routing: Routing) -> TrunkRecord | None:
+        """Return what the trunk has computed, aligned with each row's expert, where experts can continue from it."""
+        trunk = self.trunk
+        if trunk is None or not trunk.replayed or recorded.proof.refused:
+            return None
+        layout, weights = recorded.layouts[trunk.junction], assignment_of(routing).mixtures(len(self.tasks))
+        return record_of(recorded).aligned(trunk.junction, layout, trunk.alignment, weights)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -154,9 +169,10 @@ class Snapshot:
             raise InputError("The batch has no rows.")
         record = None
         if unnamed:
+            runner = self.runner(behind_trunk=True)
             routing, record = self.identify(kwargs)
             self._require_something_to_learn(routing, kwargs, training)
-            assignment = Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())
+            assignment = assignment_of(routing)
         else:
             assignment, routing = self._named(task, names, rows)
         if self.parts.config.labels:
@@ -231,21 +247,29 @@ class Snapshot:
                 raise InputError(f"{method} got {name!r} twice.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def runner(self) -> ExpertRunner:
-        """Return the runner of the experts, which keeps them in the cache."""
-        trunk = self.trunk_blocks()
-        return runner_of(self.parts, self.cache, execution=self.execution, trunk=trunk, proofs=self.proofs)
+    def runner(self, behind_trunk: bool = False) -> ExpertRunner:
+        """Return the runner of the experts, which keeps them in the cache: of whole experts, or of those behind the
+        shared trunk, where there is one."""
+        parts, trunk = self.parts, self.trunk if behind_trunk else None
+        if trunk is not None:
+            recovery = self.cache.get("behind trunk", lambda: parts.recovery.without(trunk.parameters))
+            parts = replace(parts, recovery=recovery)
+        return runner_of(parts, self.cache, execution=self.execution, trunk=trunk, proofs=self.proofs)
 
     @torch.no_grad()  # in training mode, experts carry gradients and cannot be copied
     def expert(self, task: str | Mixture) -> nn.Module:
         """Return an expert to inspect or to copy, without gradients.
 
-        It comes from the cache, unless it is tied to a shared trunk or training changes its weights.
+        It comes from the cache, unless training changes its weights.
         """
         runner = self.runner()
-        cache = ExpertCache(0) if runner.trunk or runner.model.training else runner.cache
-        runner = replace(runner, trunk=[], cache=cache)
+        runner = replace(runner, cache=ExpertCache(0)) if runner.model.training else runner
         if isinstance(task, Mixture):
             first = task_index(task.names[0], runner.tasks)
             return runner.expert(Group(first, torch.arange(0), task.weights(runner.tasks)))
         return runner.expert(Group(task_index(task, runner.tasks), torch.arange(0)))
+
+
+def assignment_of(routing: Routing) -> Assignment:
+    """Return which experts rows run on."""
+    return Assignment(routing.task_ids.cpu(), None if routing.weights is None else routing.weights.cpu())

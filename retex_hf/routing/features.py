@@ -102,10 +102,11 @@ def hidden_and_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
 
 @dataclass(frozen=True)
 class Recorded:
-    """The result of a pass: features (rows, d) by layer, all recorded outputs, the rows they belong to, and the keys
-    and values of a decoder's blocks, where they were asked for."""
+    """The result of a pass: features (rows, d) and layouts by layer, all recorded outputs, the rows they belong to, and
+    the keys and values of a decoder's blocks, where they were asked for."""
 
     features: dict[str, Tensor]
+    layouts: dict[str, Layout]
     outputs: dict[str, Any]
     proof: Proof
     reading: Reading
@@ -162,12 +163,13 @@ class FeatureExtractor:
             kwargs |= {"use_cache": True, "past_key_values": DynamicCache(config=config)}
         current = self._run(self.entry, kwargs)
         collected = current.collected
-        reading, features = given[layouts.proof.reading], {}
+        reading, features, usable = given[layouts.proof.reading], {}, {}
         sizes = _sizes_of_rows(kwargs, rows)
         for layer in self.layers:
             layout = layouts.of_layers[layer]
             if isinstance(layout, str):
                 raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {layout}.")
+            usable[layer] = layout
             hidden = first_tensor(collected[layer]).float()
             if sizes is not None and isinstance(layout.rows, Along):
                 form = _form_of_row(hidden, layout.rows)
@@ -175,9 +177,8 @@ class FeatureExtractor:
                     raise ConfigError(f"RetexConfig.feature_layer: module {layer!r} {UNEVEN}.")
             mask = kwargs.get("attention_mask")
             features[layer] = pool_rows(hidden, layout, reading, rows, mask, self.pooling)
-        return Recorded(
-            features, collected, layouts.proof, reading, rows, current.cache_record if self.with_cache else None
-        )
+        cache = current.cache_record if self.with_cache else None
+        return Recorded(features, usable, collected, layouts.proof, reading, rows, cache)
 
     @torch.no_grad()
     def layouts(self, inputs: Mapping[str, Any]) -> Mapping[str, Layout | str]:
@@ -223,6 +224,10 @@ class FeatureExtractor:
         return tuple(
             name for name in names if name not in ACCOMPANIMENT and isinstance(kwargs.get(name), (Tensor, list))
         )
+
+    def count_rows(self, inputs: Mapping[str, Any]) -> int:
+        """Return how many rows a batch has."""
+        return self._rows(self.select(inputs))[0]
 
     def _rows(self, kwargs: Mapping[str, Any]) -> tuple[int, dict[str, Reading]]:
         """Return how many rows a call has, and the possible readings of its inputs."""

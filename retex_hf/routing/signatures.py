@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RetexError
+from .alignment import Alignment
 from .feature_space import FeatureSpace
 
 # Folds of the references, of which one is held out at a time.
@@ -27,7 +28,7 @@ class Signatures:
     right on held-out references.
 
     `held_out` holds the residuals of a task's own inputs, in ascending order, with -1 in front where a task has fewer
-    than others.
+    than others. `alignment` corrects the hidden states of a shared trunk, where there is one.
 
     >>> import torch
     >>> from retex_hf.routing import Signatures
@@ -42,6 +43,7 @@ class Signatures:
     held_out: Tensor
     space: FeatureSpace
     temperature: float = 1.0
+    alignment: Alignment | None = None
 
     @classmethod
     def fit(cls, features: list[Tensor], rank: int | float, feature_layer: str) -> Signatures:
@@ -68,7 +70,8 @@ class Signatures:
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, as they are stored."""
         own = {"mean": self.mean, "basis": self.basis, "held_out": self.held_out}
-        return {**own, "scale": self.space.scale, "common": self.space.common}
+        own |= {"scale": self.space.scale, "common": self.space.common}
+        return own if self.alignment is None else {**own, **self.alignment.tensors}
 
     @property
     def feature_layer(self) -> str:
@@ -95,10 +98,13 @@ class Signatures:
 
     def to(self, device: torch.device) -> Signatures:
         mean, basis, held_out = (part.to(device) for part in (self.mean, self.basis, self.held_out))
-        return replace(self, mean=mean, basis=basis, held_out=held_out, space=self.space.to(device))
+        alignment = None if self.alignment is None else self.alignment.to(device)
+        space = self.space.to(device)
+        return replace(self, mean=mean, basis=basis, held_out=held_out, space=space, alignment=alignment)
 
     def joined_by(self, other: Signatures) -> Signatures:
-        """Return these signatures followed by those of other tasks, fitted in the same space."""
+        """Return these signatures followed by those of other tasks, fitted in the same space. A trunk is not aligned
+        with those yet."""
         return replace(
             self,
             mean=torch.cat([self.mean, other.mean]),
@@ -109,7 +115,10 @@ class Signatures:
     def without(self, task: int) -> Signatures:
         """Return the signatures without one task."""
         kept = torch.arange(len(self.mean)) != task
-        return replace(self, mean=self.mean[kept], basis=self.basis[kept], held_out=self.held_out[kept])
+        alignment = None if self.alignment is None else self.alignment.without(task)
+        return replace(
+            self, mean=self.mean[kept], basis=self.basis[kept], held_out=self.held_out[kept], alignment=alignment
+        )
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:

@@ -69,17 +69,19 @@ def answers(output: Any) -> Tensor:
     return first_tensor(output) if logits is None else logits
 
 
-def describe_trunk(trunk: Mapping[str, Any], feature_layer: str) -> str:
+def describe_trunk(trunk: Mapping[str, Any]) -> str:
     """Describe the cost of a shared trunk in words."""
     costs = trunk["cost"]
     change = sum(cost["change"] for cost in costs.values()) / len(costs)
     text = (
-        f"Shared trunk up to {feature_layer}: outputs move by {change:.1%} of the way back to the merged model "
-        "(mean over tasks, on the reference inputs)"
+        f"Shared trunk up to {trunk['junction']}: outputs move by {change:.1%} of the way back to the merged model "
+        "(mean over tasks, on held-out reference inputs)"
     )
-    agreements = [cost["agreement"] for cost in costs.values() if "agreement" in cost]
+    agreements = {task: cost["agreement"] for task, cost in costs.items() if "agreement" in cost}
     if agreements:
-        text += f"; {sum(agreements) / len(agreements):.1%} of the answers stay the same"
+        worst = min(agreements, key=agreements.__getitem__)
+        text += f"; {sum(agreements.values()) / len(agreements):.1%} of the answers stay the same"
+        text += f", fewest in {worst!r} ({agreements[worst]:.1%})"
     if not trunk["replayed"]:
-        text += "; its trunk still runs twice, because what its layers leave in the cache cannot be passed on"
+        text += "; the trunk still runs twice, because what its layers leave in the cache cannot be passed on"
     return text + "."

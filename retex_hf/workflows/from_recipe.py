@@ -96,7 +96,7 @@ def make(
         def publish(parts: RetexParts, folder: Path | None) -> None:
             model = RetexModel(parts)
             complete(model if device is None else model.to(device))
-            if folder is None or recipe.changes or config.shared_trunk:  # the weights changed, or are on no disk yet
+            if folder is None or recipe.changes:  # the weights changed, or are on no disk yet
                 model.save_pretrained(output_dir)
             else:
                 writing.carry_over(model.parts(), folder, check_target(output_dir))

@@ -39,7 +39,7 @@ def offsets_of(shape: tuple[int, ...], rank: int | str = "full", **options):
 def segments() -> list[Segment]:
     stops = torch.tensor(LENGTHS).cumsum(0).tolist()
     return [
-        Segment(task, stop - length, stop, row)
+        Segment(task, stop - length, stop, row, row)
         for task, (length, stop, row) in enumerate(zip(LENGTHS, stops, torch.eye(TASKS), strict=True))
     ]
 

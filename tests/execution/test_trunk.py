@@ -1,6 +1,10 @@
-"""A shared trunk: the layers up to the feature layer stay merged, and run once."""
+"""A shared trunk: rows whose task is identified begin on the merged model, once for all, and are aligned with their
+expert where it takes over."""
 
 from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from retex_hf import ConfigError, RetexConfig, RetexError, RetexModel
+from retex_hf.model.shared_trunk import mean_cost
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 # Family -> a leaf module of the first block, and one of the second.
@@ -37,27 +42,73 @@ def fit(model, family) -> None:
     model.fit_signatures({task: [family.inputs(8)] for task in TASKS}, progress=False)
 
 
+def behind_trunk(model: RetexModel, expert: nn.Module, task: str) -> nn.Module:
+    """The expert with the merged trunk and a hook at its end that aligns, computed in another way than the library."""
+    trunk, alignment, number = model.retex_config.trunk, model.signatures.alignment, model.tasks.index(task)
+    merged, expert = model.get_base_model().state_dict(), deepcopy(expert)
+    own = {n: merged[n] if n in trunk["parameters"] else t for n, t in expert.state_dict().items()}
+    expert.load_state_dict(own)
+    mapping = torch.eye(alignment.down.shape[-1]) + alignment.down[number].T @ alignment.up[number]
+
+    def align(module, args, output):
+        hidden = output if isinstance(output, Tensor) else output[0]
+        found = torch.tensordot(hidden, mapping, ([trunk["axis"]], [0])) + alignment.shift[number]
+        found = found.movedim(-1, trunk["axis"])
+        return found if isinstance(output, Tensor) else type(output)((found, *output[1:]))
+
+    expert.get_submodule(trunk["junction"]).register_forward_hook(align)
+    return expert.eval()
+
+
+def rows_of(routed, task: str) -> list[int]:
+    return [row for row, name in enumerate(routed.routing.tasks) if name == task]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("execution", ["grouped", "auto"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_routed_rows_are_those_of_experts_with_a_merged_trunk(name, execution):
+def test_routed_rows_are_those_of_experts_behind_the_trunk(name, execution):
     model, experts, family = build(name)
-    recovered = set(model.recovery)
     fit(model, family)
-    trunk = recovered - set(model.recovery)
-    assert trunk
     model.execution = execution
     inputs = family.inputs(ROWS)
     routed = model(**inputs)
-    merged = model.get_base_model().state_dict()
     parts = dict(leaves(routed))
     for task in set(routed.routing.tasks):
-        expert = experts[task]
-        expert.load_state_dict({n: merged[n] if n in trunk else t for n, t in expert.state_dict().items()})
-        rows = [row for row, name in enumerate(routed.routing.tasks) if name == task]
-        for leaf, expected in leaves(expert(**inputs)):
+        rows = rows_of(routed, task)
+        for leaf, expected in leaves(behind_trunk(model, experts[task], task)(**inputs)):
             if expected.ndim and len(expected) == ROWS and "per_text" not in leaf:
                 torch.testing.assert_close(parts[leaf][rows], expected[rows], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_named_task_runs_on_the_whole_expert(name):
+    model, experts, family = build(name)
+    recovered = set(model.recovery)
+    fit(model, family)
+    assert set(model.recovery) == recovered
+    inputs = family.inputs(ROWS)
+    assert_same(model(**inputs, task="red"), experts["red"](**inputs), **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "vit", "t5"])
+def test_mixtures_and_rows_of_no_task_are_aligned_in_proportion(name):
+    """Soft routing mixes corrections by the weights of experts; a row of the merged model gets none."""
+    model, _, family = build(name)
+    fit(model, family)
+    inputs = family.inputs(ROWS)
+    outputs = {}
+    for execution in ("grouped", "mixed"):
+        model.execution, model.routing = execution, "soft"
+        outputs[execution] = model(**inputs)
+    assert_same(outputs["grouped"], outputs["mixed"], rtol=1e-3, atol=1e-4)
+    model.routing = {"method": "hard", "far": "merged", "quantile": 0.0, "slack": 1e-9}
+    routed = model(**inputs)
+    assert routed.routing.abstained.all()
+    with model.disable_adapter():
+        assert_same(routed, model(**inputs), **CLOSE)
 
 
 @torch.no_grad()
@@ -83,40 +134,54 @@ def test_the_trunk_runs_once_and_the_rest_per_expert(name):
     assert calls == {first: 2, second: groups + 1}
 
 
-def test_the_trunk_is_what_runs_before_the_features():
-    model, _, family = build("bert")
-    everything = set(model.recovery)
+def trunk_of(name: str) -> set[str]:
+    model, _, family = build(name)
     fit(model, family)
-    expected = {n for n in everything if n.startswith(("embeddings.", "encoder.layer.0."))}
-    assert everything - set(model.recovery) == expected
-    assert set(model.recovery_errors) == set(model.recovery)
+    return set(model.retex_config.trunk["parameters"])
+
+
+def test_the_trunk_is_what_runs_before_the_features():
+    everything = {name for name, _ in FAMILIES["bert"].make().named_parameters()}
+    assert trunk_of("bert") == {n for n in everything if n.startswith(("embeddings.", "encoder.layer.0."))}
 
 
 def test_a_tied_embedding_belongs_to_the_trunk():
-    model, _, family = build("t5")
-    fit(model, family)
-    assert "shared.weight" not in model.recovery
-    assert not any(name.startswith("encoder.block.0.") for name in model.recovery)
-    assert any(name.startswith("decoder.block.0.") for name in model.recovery)
+    trunk = trunk_of("t5")
+    assert {"shared.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"} <= trunk
+    assert not any(name.startswith("decoder.block.0.") for name in trunk)
 
 
 def test_statistics_of_normalisation_go_with_their_weights():
-    model, _, family = build("resnet")
-    fit(model, family)
-    assert not any(name.startswith(("embedder.", "encoder.stages.0.")) for name in model.recovery)
-    assert any(name.endswith("running_mean") for name in model.recovery)
+    trunk = trunk_of("resnet")
+    assert all(name.startswith(("embedder.", "encoder.stages.0.")) for name in trunk)
+    assert any(name.endswith("running_mean") for name in trunk)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "llama-tied"])
 def test_generate_goes_on_from_the_trunk(name):
-    model, _, family = build(name)
+    model, experts, family = build(name)
     fit(model, family)
-    inputs = tokens(ROWS)
-    options = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
-    routed = model.generate(**inputs, **options)
-    assert torch.equal(routed, model.generate(**inputs, **options, task=routed.routing.task_ids))
+    assert_generates(model, experts, tokens(ROWS))
     assert model.retex_config.trunk["replayed"]
+
+
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
+
+
+def assert_generates(model, experts, inputs, **options) -> Tensor:
+    """Routed rows are what the experts behind the trunk generate, in `generate` of their own."""
+    options = GREEDY | options
+    torch.manual_seed(3)
+    routed = model.generate(**inputs, **options)
+    per_row = len(routed) // len(inputs["input_ids"])
+    for task in set(routed.routing.tasks):
+        rows = rows_of(routed, task)
+        part = {name: value[rows] for name, value in inputs.items()}
+        expected = behind_trunk(model, experts[task], task).generate(**part, **options)
+        found = routed.unflatten(0, (-1, per_row))[rows].flatten(0, 1)
+        assert torch.equal(found[:, : expected.shape[1]], expected)
+    return routed
 
 
 # Decoder-only family -> its first block, and the next one.
@@ -125,21 +190,20 @@ DECODERS = {
     "llama-tied": ("model.layers.0", "model.layers.1"),
     "sliding": ("model.layers.0", "model.layers.1"),
 }
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
 
 
 def decoder(name: str):
     if name != "sliding":
-        model, _, family = build(name)
+        model, experts, family = build(name)
     else:  # the prompt is longer than the window
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         config = MistralConfig(**sizes, num_key_value_heads=1, vocab_size=40, sliding_window=5, pad_token_id=0)
         base, family = MistralForCausalLM(config).eval(), FAMILIES["llama-tied"]
-        options = RetexConfig(rank="full", shared_trunk=True, feature_layer=0)
-        model = RetexModel.from_experts(base, make_experts(base, scale=1.0), options, progress=False)
+        options, experts = RetexConfig(rank="full", shared_trunk=True, feature_layer=0), make_experts(base, scale=1.0)
+        model = RetexModel.from_experts(base, experts, options, progress=False)
     fit(model, family)
-    return model
+    return model, experts
 
 
 def left_padded(rows: int) -> dict[str, Tensor]:
@@ -164,15 +228,14 @@ def lengths_seen(model: RetexModel, blocks: tuple[str, ...]) -> dict[str, list[i
 @pytest.mark.parametrize("make", [tokens, left_padded])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_reads_the_prompt_once(name, make, execution):
-    model = decoder(name)
+    model, experts = decoder(name)
     assert model.retex_config.trunk["replayed"] and model.retex_config.trunk["cached"]
     model.execution = execution
     torch.manual_seed(3)
     inputs = make(ROWS)
-    routed = model.generate(**inputs, **GREEDY)
+    routed = assert_generates(model, experts, inputs)
     groups = len(set(routed.routing.tasks))
     assert groups > 1
-    assert torch.equal(routed, model.generate(**inputs, **GREEDY, task=routed.routing.task_ids))
     if execution == "grouped" and make is left_padded:
         seen = lengths_seen(model, DECODERS[name])
         assert torch.equal(model.generate(**inputs, **GREEDY), routed)
@@ -195,11 +258,9 @@ def test_a_decoder_reads_the_prompt_once(name, make, execution):
     ids=["no cache", "beams", "several sequences", "static cache"],
 )
 def test_other_ways_to_generate_run_the_trunk_again(name, options):
-    model = decoder(name)
+    model, experts = decoder(name)
     torch.manual_seed(3)
-    inputs = left_padded(ROWS)
-    routed = model.generate(**inputs, **GREEDY, **options)
-    assert torch.equal(routed, model.generate(**inputs, **GREEDY, **options, task=routed.routing.task_ids))
+    assert_generates(model, experts, left_padded(ROWS), **options)
 
 
 @torch.no_grad()
@@ -210,7 +271,8 @@ def test_padding_that_generate_masks_itself():
     sizes = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40}
     base = BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0, initializer_range=0.5)).eval()
     config = RetexConfig(rank="full", shared_trunk=True, feature_layer=0)
-    model = RetexModel.from_experts(base, make_experts(base, scale=1.0), config, progress=False)
+    experts = make_experts(base, scale=1.0)
+    model = RetexModel.from_experts(base, experts, config, progress=False)
     fit(model, FAMILIES["gpt2"])
     assert model.retex_config.trunk["replayed"]
     model.execution = "grouped"
@@ -220,19 +282,23 @@ def test_padding_that_generate_masks_itself():
     asked = {"output_logits": True, "return_dict_in_generate": True}
     options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1, **asked}
     routed = model.generate(input_ids=ids, **options)
-    named = model.generate(input_ids=ids, **options, task=routed.routing.task_ids)
-    torch.testing.assert_close(routed.logits[0], named.logits[0], **CLOSE)
+    for task in set(routed.routing.tasks):
+        rows = rows_of(routed, task)
+        expected = behind_trunk(model, experts[task], task).generate(input_ids=ids[rows], **options)
+        torch.testing.assert_close(routed.logits[0][rows], expected.logits[0], **CLOSE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_forward_pass_returns_a_whole_cache(name):
-    model = decoder(name)
+    model, experts = decoder(name)
     inputs = left_padded(1)
     routed = model(**inputs)
-    named = model(**inputs, task=routed.routing.tasks[0])
-    assert_same(routed.logits, named.logits, **CLOSE)
-    for one, other in zip(routed.past_key_values.layers, named.past_key_values.layers, strict=True):
+    task = routed.routing.tasks[0]
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = behind_trunk(model, experts[task], task)(**inputs, position_ids=positions)
+    assert_same(routed.logits, expected.logits, **CLOSE)
+    for one, other in zip(routed.past_key_values.layers, expected.past_key_values.layers, strict=True):
         for part in ("keys", "values"):
             torch.testing.assert_close(getattr(one, part), getattr(other, part), **CLOSE)
         assert one.get_seq_length() == other.get_seq_length() == 8
@@ -240,36 +306,41 @@ def test_a_forward_pass_returns_a_whole_cache(name):
 
 @torch.no_grad()
 def test_recurrent_decoders_run_their_trunk_twice():
-    model, _, family = build("mamba")
+    model, experts, family = build("mamba")
     fit(model, family)
     assert not model.retex_config.trunk["replayed"]
-    inputs = tokens(ROWS)
-    routed = model.generate(**inputs, **GREEDY)
-    assert torch.equal(routed, model.generate(**inputs, **GREEDY, task=routed.routing.task_ids))
+    assert_generates(model, experts, tokens(ROWS))
 
 
 @torch.no_grad()
 def test_what_happens_inside_blocks_is_still_to_be_had():
-    model, _, family = build("bert")
+    model, experts, family = build("bert")
     fit(model, family)
     inputs = tokens(ROWS)
     asked = {"output_hidden_states": True, "output_attentions": True}
     routed = model(**inputs, **asked)
     assert len(routed.hidden_states) == 3
-    assert_same(routed, model(**inputs, **asked, task=routed.routing.task_ids), **CLOSE)
+    for task in set(routed.routing.tasks):
+        rows = rows_of(routed, task)
+        expected = behind_trunk(model, experts[task], task)(**{n: v[rows] for n, v in inputs.items()}, **asked)
+        for found, wanted in zip(routed.attentions, expected.attentions, strict=True):
+            torch.testing.assert_close(found[rows], wanted, **CLOSE)
+        torch.testing.assert_close(routed.hidden_states[-1][rows], expected.hidden_states[-1], **CLOSE)
 
 
 def test_gradients_reach_the_inputs():
-    model, _, family = build("bert")
+    model, experts, family = build("bert")
     fit(model, family)
     ids = tokens(ROWS)["input_ids"]
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     output = model(inputs_embeds=embeds)
     gradient = torch.autograd.grad(output.last_hidden_state.square().sum(), embeds)[0]
-    again = model(inputs_embeds=embeds, task=output.routing.task_ids)
-    expected = torch.autograd.grad(again.last_hidden_state.square().sum(), embeds)[0]
     assert gradient.abs().sum() > 0
-    torch.testing.assert_close(gradient, expected, **CLOSE)
+    for task in set(output.routing.tasks):
+        rows = rows_of(output, task)
+        again = behind_trunk(model, experts[task], task)(inputs_embeds=embeds[rows])
+        expected = torch.autograd.grad(again.last_hidden_state.square().sum(), embeds)[0]
+        torch.testing.assert_close(gradient[rows], expected[rows], **CLOSE)
 
 
 @torch.no_grad()
@@ -289,10 +360,11 @@ def test_an_unloaded_expert_knows_nothing_of_the_trunk():
     fit(model, family)
     inputs = tokens(ROWS)
     routed = model(**inputs)
-    expert = model.merge_and_unload(routed.routing.tasks[0])
-    row = {name: value[:1] for name, value in inputs.items()}
-    torch.testing.assert_close(expert(**row).last_hidden_state, routed.last_hidden_state[:1], **CLOSE)
-    assert_same(dict(expert.state_dict()), model.recover(routed.routing.tasks[0]), exact=True)
+    task = routed.routing.tasks[0]
+    expert = model.merge_and_unload(task)
+    named = model(**inputs, task=task)
+    torch.testing.assert_close(expert(**inputs).last_hidden_state, named.last_hidden_state, **CLOSE)
+    assert_same(dict(expert.state_dict()), model.recover(task), exact=True)
 
 
 def test_the_cost_is_reported(capsys):
@@ -303,6 +375,63 @@ def test_the_cost_is_reported(capsys):
     assert all(c["change"] > 0 and 0 <= c["agreement"] <= 1 for c in cost.values())
     mean = sum(c["agreement"] for c in cost.values()) / 3
     assert f"{mean:.1%} of the answers stay the same" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_the_cost_is_that_of_rows_the_alignment_has_not_seen():
+    """With as many features as positions, the alignment fits the references themselves exactly."""
+    model, experts, family = build("bert-classifier")
+    references = {task: [family.inputs(8)] for task in TASKS}
+    model.fit_signatures(references, progress=False)
+    for task, cost in model.retex_config.trunk["cost"].items():
+        inputs = {n: v for n, v in references[task][0].items() if n != "labels"}
+        whole, merged = experts[task](**inputs).logits, None
+        behind = behind_trunk(model, experts[task], task)(**inputs).logits
+        with model.disable_adapter():
+            merged = model(**inputs, task=task).logits
+        seen = (behind - whole).norm() / (merged - whole).norm()
+        assert cost["change"] > seen
+
+
+def fitted(name: str, **options) -> RetexModel:
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    base = family.make().eval()
+    config = RetexConfig(rank="full", shared_trunk="auto", feature_layer=-1, **options)
+    model = RetexModel.from_experts(base, make_experts(base, scale=1.0), config, progress=False)
+    fit(model, family)
+    return model
+
+
+def test_auto_takes_the_deepest_trunk_within_the_tolerance():
+    name = "bert-classifier"
+    deepest = fitted(name, trunk_tolerance=1.0).retex_config.trunk
+    assert deepest["junction"] == "bert.encoder.layer.1"
+    costs = {}
+    for layer in (0, 1):
+        model, _, family = build(name)
+        model.retex_config = replace(model.retex_config, feature_layer=layer)
+        fit(model, family)
+        costs[layer] = mean_cost(model.retex_config.trunk["cost"])
+    assert costs[0] < costs[1]
+    between = fitted(name, trunk_tolerance=(costs[0] + costs[1]) / 2).retex_config.trunk
+    assert between["junction"] == "bert.encoder.layer.0"
+    assert fitted(name, trunk_tolerance=costs[0] / 2).retex_config.trunk is None
+
+
+@torch.no_grad()
+def test_a_trunk_may_end_before_the_feature_layer():
+    """Then the layers between them run for identification, and again in the experts."""
+    model, experts, family = build("bert-classifier")
+    model.retex_config = replace(model.retex_config, feature_layer=1, shared_trunk="auto", trunk_tolerance=1.0)
+    fit(model, family)
+    model.retex_config = replace(model.retex_config, feature_layer=1, shared_trunk=True)
+    inputs = tokens(ROWS)
+    routed = model(**inputs)
+    for task in set(routed.routing.tasks):
+        rows = rows_of(routed, task)
+        expected = behind_trunk(model, experts[task], task)(**inputs).logits
+        torch.testing.assert_close(routed.logits[rows, : expected.shape[1]], expected[rows], **CLOSE)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def test_all_files_but_the_configuration_and_the_card_are_recorded(folder):
         name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
     }
     assert described(folder)["artifact"]["files"] == expected
-    assert described(folder)["artifact"]["format_version"] == 4
+    assert described(folder)["artifact"]["format_version"] == 5
 
 
 def test_a_build_on_disk_records_what_it_wrote(tmp_path):

@@ -25,7 +25,7 @@ class MixedUnsupported(RetexError):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of one task, or of one mixture of tasks given by its embedding.
+    """Consecutive rows of one task, or of one mixture of tasks given by its weights (T,) and their embedding.
 
     Rows that are not `recovered` run on the merged parameters with the task's head.
     """
@@ -33,6 +33,7 @@ class Segment:
     task_id: int
     start: int
     stop: int
+    weights: Tensor
     embedding: Tensor
     recovered: bool = True
 

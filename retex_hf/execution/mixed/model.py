@@ -55,12 +55,10 @@ class MixedModel:
         device = self.recovery.task_embedding.device
         segments, start = [], 0
         for group in groups:
-            weights = group.weights
-            if weights is None:
-                weights = torch.nn.functional.one_hot(torch.tensor(group.task_id), self.recovery.num_tasks).float()
             stop = start + len(group.rows)
-            embedding = self.recovery.embed(weights.to(device)).detach()
-            segments.append(Segment(group.task_id, start, stop, embedding, group.recovered))
+            weights = group.mixture(self.recovery.num_tasks).to(device)
+            embedding = self.recovery.embed(weights).detach()
+            segments.append(Segment(group.task_id, start, stop, weights, embedding, group.recovered))
             start = stop
         return segments
 
