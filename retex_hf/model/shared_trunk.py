@@ -122,7 +122,7 @@ class TrunkFitter:
 
     def _chooses(self) -> bool:
         """Return whether the largest output is the answer: the class of a row, or the next token."""
-        kinds = {described["problem_type"] for described in self.parts.config.labels.values()}
+        kinds = {described.get("problem_type") for described in self.parts.config.labels.values()}
         widths = [len(described["id2label"]) for described in self.parts.config.labels.values()]
         if widths:
             return kinds <= {None, "single_label_classification"} and min(widths) > 1
