@@ -13,6 +13,8 @@ from retex_hf.config import DEFAULT_STORAGE, OF_RANKS, matches, overridden, stor
 
 NAN, INF = float("nan"), float("inf")
 
+TRUNK = {"junction": "layer.1", "axis": -1, "parameters": ["w"], "cached": False, "replayed": True,
+         "cost": {"red": {"change": 0.1}}}  # fmt: skip
 ALLOWED = {
     "rank": [None, 1, 256, "full"],
     "inner_rank": [None, 1, 64],
@@ -31,12 +33,9 @@ ALLOWED = {
     "temperature": [None, 1, 0.01, 50.0],
     "signatures": ["auto", "inputs", "weights"],
     "identification": ["whitened", "residual"],
-    "shared_trunk": [True, False],
-    "trunk": [
-        None,
-        {"replayed": True, "cost": {"red": {"change": 0.1}}},
-        {"replayed": True, "cached": True, "cost": {"red": {"change": 0.1}}},
-    ],
+    "shared_trunk": [True, False, "auto"],
+    "trunk_tolerance": [0, 0.01, 1],
+    "trunk": [None, TRUNK, {**TRUNK, "cost": {"red": {"change": 0.1, "agreement": 1.0}}}],
     "feature_layer": ["auto", "encoder.layer.3", 0, -1],
     "feature_pooling": ["mean", "first", "last"],
     "feature_source": ["merged", "pretrained"],
@@ -70,7 +69,19 @@ REFUSED = {
     "identification": ["white", "", None],
     "signatures": ["weight", "", None, True],
     "shared_trunk": [1, "yes", None],
-    "trunk": [{}, {"replayed": True}, {"replayed": True, "cached": 1, "cost": {}}, True, []],
+    "trunk_tolerance": [-0.1, 1.1, "1%", None],
+    "trunk": [
+        {},
+        {"replayed": True},
+        True,
+        [],
+        {**TRUNK, "cached": 1},
+        {**TRUNK, "axis": 1},
+        {**TRUNK, "axis": True},
+        {**TRUNK, "parameters": [1]},
+        {**TRUNK, "junction": None},
+        {**TRUNK, "cost": {"red": {}}},
+    ],
     "feature_layer": ["", None, 1.5, True],
     "feature_pooling": ["max", None],
     "feature_source": ["base", None],

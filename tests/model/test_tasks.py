@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from retex_hf import CheckpointError, ConfigError, RetexConfig, RetexError, RetexModel, TaskError
 from retex_hf.artifact.recipe_record import RecipeRecord
 from retex_hf.model.components import extractor_of
+from retex_hf.model.shared_trunk import TrunkFitter
 from retex_hf.recovery import TrainingConfig
-from retex_hf.routing import fit_signature
+from retex_hf.routing import Alignment, fit_signature
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 OLD, NEW = ["red", "green"], "blue"
@@ -351,35 +352,25 @@ def test_tasks_known_by_their_weights():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert-classifier", "resnet"])
-def test_a_shared_trunk_is_shared_with_the_new_task(name, tmp_path):
+def test_a_shared_trunk_is_aligned_with_the_new_task(name, tmp_path):
     model, new, family = build(name, shared_trunk=True, feature_layer=0)
-    everything = set(model.recovery)
-    model.fit_signatures({task: [family.inputs(8)] for task in OLD}, progress=False)
-    trunk = everything - set(model.recovery)
-    references = family.inputs(8)
-    model.add_task(NEW, new, references=[references], progress=False)
-    assert trunk and not trunk & set(model.recovery)
-    merged = model.get_base_model().state_dict()
-    expected = copy.deepcopy(new)
-    expected.load_state_dict({n: merged[n] if n in trunk else t for n, t in new.state_dict().items()})
+    references = {task: [family.inputs(8)] for task in TASKS}
+    model.fit_signatures({task: references[task] for task in OLD}, progress=False)
+    model.add_task(NEW, new, references=references[NEW], progress=False)
     inputs = family.inputs(ROWS)
-    assert_same(model(**inputs, task=NEW), expected(**inputs), **CLOSE)
-    routed = model(**inputs)
-    assert_same(model(**inputs, task=routed.routing.tasks), routed, **CLOSE)
-
-    def answers(expert: nn.Module) -> Tensor:
-        output = expert(**references)
-        return output["logits" if "logits" in output else "last_hidden_state"]
-
-    plain = copy.deepcopy(new)
-    head = model.heads[NEW]
-    plain.load_state_dict({n: t if n in head else merged[n] for n, t in plain.state_dict().items()})
-    distance = (answers(new) - answers(plain)).norm()
-    cost = model.retex_config.trunk["cost"]
-    assert list(cost) == TASKS
-    assert cost[NEW]["change"] == pytest.approx(((answers(new) - answers(expected)).norm() / distance).item(), rel=1e-3)
+    assert_same(model(**inputs, task=NEW), new(**inputs), **CLOSE)  # named, it is the whole expert
+    trunk, alignment = model.retex_config.trunk, model.signatures.alignment
+    states = TrunkFitter(model.parts(), references).states(NEW, trunk["junction"])
+    expected = Alignment.fit([(states.merged, states.expert)])
+    torch.testing.assert_close(alignment.shift[-1:], expected.shift, **CLOSE)
+    assert list(trunk["cost"]) == TASKS and trunk["cost"][NEW]["change"] > 0
+    outputs = {}
+    for model.execution in ("grouped", "auto"):
+        outputs[model.execution] = model(**inputs)
+    assert_same(outputs["grouped"], outputs["auto"], **CLOSE)
     model.delete_task("red")
     assert list(model.retex_config.trunk["cost"]) == ["green", NEW]
+    assert torch.equal(model.signatures.alignment.shift, alignment.shift[1:])
     model.save_pretrained(tmp_path / "saved")
     assert_same(RetexModel.from_pretrained(tmp_path / "saved")(**inputs), model(**inputs), **CLOSE)
 
