@@ -1,79 +1,92 @@
-"""Cost and savings of a shared trunk, on the experts of the quickstart.
+"""What a shared trunk costs in accuracy: for every depth, without a trunk, with one as it is, and with an aligned one.
 
-    python examples/quickstart.py                 # trains the experts, once
-    python examples/benchmarks/trunk.py
+    python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --recipe ... --references 64 256
 
-For every depth of the trunk: the estimate that `fit_signatures` gives from unlabelled reference inputs, the accuracy
-relative to the experts (task given, and unknown), and the time of a routed batch over the static merged model's.
+At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
+tasks. Accuracy is relative to the experts, task unknown. *Changed* is the estimate that `fit_signatures` makes on
+held-out references: the share of answers that the trunk changes. The last line is what `shared_trunk="auto"` takes.
+Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+from experiment import Study, load, markdown_table, parse, run, write
 from tqdm.auto import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import accuracy, accuracy_on_mixed_stream, quiet
-from suites import text_suite
-from synthetic import seconds
-
 from retex_hf import RetexModel
+from retex_hf.baselines.retex import Retex
+from retex_hf.baselines.static import Individual
+from retex_hf.evaluation.metrics import normalised
+from retex_hf.model.shared_trunk import mean_cost
+from retex_hf.routing import Alignment, feature_blocks
 
-BATCH, REPEATS = 64, 5
+COLUMNS = ["layers", "references", "trunk", "accuracy", "identified", "changed (estimate)"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, default=Path("retex-quickstart"))
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    quiet()
-    suite = text_suite(arguments.work_dir)
-    tasks, references = suite.tasks, suite.references()
-    individual = {
-        task.name: accuracy(suite.load_expert(suite.expert(task)).eval(), task, suite.collate, task.name)
-        for task in tasks
-    }
-    batch = suite.collate([task.test_inputs[i] for i in range(BATCH // len(tasks)) for task in tasks])
+    recipe, arguments = parse(
+        __doc__,
+        references={"type": int, "nargs": "+", "default": [64, 256], "help": "numbers of references per task"},
+        storage={"default": "2%", "help": "budget of the recovery"},
+    )
+    study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
+    experts = accuracies(study, Individual(), "known")
+    config = study.config(storage=arguments.storage)
+    model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
+    rows = [
+        row
+        for count in arguments.references
+        for row in tqdm(lines(study, model, experts, count), desc=f"{count} references", unit="model")
+    ]
+    results = {"recipe": recipe.to_dict(), "storage": arguments.storage, "rows": rows}
+    write(arguments.work_dir, "trunk", results, markdown_table(COLUMNS, [list(row.values()) for row in rows]), None)
 
-    def fitted(**options) -> RetexModel:
-        model = suite.build(**options)
+
+def lines(study: Study, model: RetexModel, experts: dict[str, float], count: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table for a number of references."""
+    references = {task: study.material.references(task, count) for task in study.tasks}
+    blocks = feature_blocks(model.get_base_model())
+    for depth in (*range(len(blocks) - 1), "auto"):
+        options = {"feature_layer": depth, "shared_trunk": "auto" if depth == "auto" else True}
+        model.retex_config = replace(model.retex_config, num_reference=count, **options)
         model.fit_signatures(references, progress=False)
-        return model
-
-    def normalised(found: dict[str, float]) -> float:
-        return sum(found[task.name] / individual[task.name] for task in tasks) / len(tasks)
-
-    models = {"no trunk": fitted()}
-    depth = models["no trunk"].config.num_hidden_layers
-    for layer in range(depth - 1):
-        models[f"{layer + 1} of {depth} layers"] = fitted(shared_trunk=True, feature_layer=layer)
-    models["feature_layer=auto"] = fitted(shared_trunk=True)
-
-    print("\n| trunk | answers kept (estimate) | task given | task unknown | identified | time over static |")
-    print("|---|---:|---:|---:|---:|---:|")
-    with torch.inference_mode():
-        static = models["no trunk"].get_base_model()
-        calls = {name: lambda model=model: model(**batch) for name, model in models.items()}
-        times = seconds({"static": lambda: static(**batch), **calls}, REPEATS)
-        for name, model in tqdm(models.items(), desc="depths", unit="depth"):
+        for form, each in forms(model):
             trunk = model.retex_config.trunk
-            kept = "" if trunk is None else f"{sum(c['agreement'] for c in trunk['cost'].values()) / len(tasks):.3f}"
-            stream = accuracy_on_mixed_stream(model, tasks, suite.collate)
-            given = {task: found["task_given"] for task, found in stream.items()}
-            unknown = {task: found["task_unknown"] for task, found in stream.items()}
-            identified = sum(found["identification"] for found in stream.values()) / len(tasks)
-            tqdm.write(
-                f"| {name} ({model.signatures.feature_layer}) | {kept} | {normalised(given):.3f} | "
-                f"{normalised(unknown):.3f} | {identified:.3f} | {times[name] / times['static']:.2f}x |"
-            )
+            layer = model.signatures.feature_layer if trunk is None else trunk["junction"]
+            evaluation = study.evaluate(Retex(model=each), ["unknown"])
+            scores = evaluation.scores["unknown"]
+            found = {task: score.accuracy for task, score in scores.items()}
+            identified = [float(score.identified.mean()) for score in scores.values()]
+            yield {
+                "layers": f"{blocks.index(layer) + 1} of {len(blocks)}" + (", auto" if depth == "auto" else ""),
+                "references": count,
+                "trunk": form,
+                "accuracy": float(normalised([found[task] for task in experts], list(experts.values()))),
+                "identified": sum(identified) / len(identified),
+                "changed (estimate)": mean_cost(trunk["cost"]) if form == "aligned" and trunk is not None else None,
+            }
+
+
+def forms(model: RetexModel) -> Iterator[tuple[str, RetexModel]]:
+    """Yield a model without its trunk, with the trunk as it is, and aligned."""
+    parts = model.parts()
+    yield "none", RetexModel(replace(parts, config=replace(parts.config, trunk=None)))
+    alignment = parts.signatures.alignment
+    if alignment is not None:
+        nothing = Alignment(*(torch.zeros_like(part) for part in alignment.tensors.values()))
+        yield "as it is", RetexModel(replace(parts, signatures=replace(parts.signatures, alignment=nothing)))
+        yield "aligned", model
+
+
+def accuracies(study: Study, method: Any, mode: str) -> dict[str, float]:
+    """Return the accuracy of a method on each task."""
+    return {task: score.accuracy for task, score in study.evaluate(method, [mode]).scores[mode].items()}
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
