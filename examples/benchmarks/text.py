@@ -21,6 +21,7 @@ from class_groups import GROUP, load_group
 from common import Collate, Task, Training, data_folder, split_validation
 from transformers import AutoTokenizer
 
+fetch_base = quickstart.fetch_base
 TASKS = ("agnews", "banking77", "medical_abstracts", "sms_spam", "snips", "trec", "sst2", "sick_nli")
 UNSEEN = ("subj", "tweet_emotion", "clickbait")
 

@@ -428,9 +428,13 @@ def _read_signatures(
         "scale": (len(layers),),
         "common": (common, width if common else 0),
     }
+    if common:
+        shapes |= {"wide_mean": (tasks, width), "wide_basis": (tasks, rank, width)}
     _check_tensors(source, shapes)
-    mean, basis, residuals, scale, directions = (source.read(name).clone() for name in shapes)
-    return Signatures(mean, basis, residuals, FeatureSpace(tuple(layers), scale, directions), float(temperature))
+    read = {name: source.read(name).clone() for name in shapes}
+    space = FeatureSpace(tuple(layers), read.pop("scale"), read.pop("common"))
+    wide = {} if common else {"wide_mean": read["mean"], "wide_basis": read["basis"]}
+    return Signatures(**read, **wide, space=space, temperature=float(temperature))
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Snapshot:
     def identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
         """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
         signatures, record = self.parts.signatures, None
-        routing, thresholds = self.parts.config.routing, None
+        routing, thresholds, distances = self.parts.config.routing, None, None
         temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
             scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
@@ -89,14 +89,16 @@ class Snapshot:
             extractor = self.cache.get("features", lambda: self._extractor(layers))
             recorded = extractor.record(inputs)
             signatures = signatures.to(recorded.features[layers[-1]].device)
-            residuals = signatures.residuals(signatures.space(recorded.features))
+            placed = signatures.space(recorded.features)
+            residuals = signatures.residuals(placed)
             temperature = temperature or signatures.temperature
             options = routing_options(routing)
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
+                distances = signatures.distances(placed)
             if self.trunk_blocks() and not recorded.proof.refused:
                 record = TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
-        return decide(residuals, self.tasks, routing, temperature or 1.0, thresholds), record
+        return decide(residuals, self.tasks, routing, temperature or 1.0, thresholds, distances), record
 
     def trunk_blocks(self) -> list[str]:
         """Return the blocks whose outputs the feature pass passes on to the experts."""
