@@ -126,8 +126,9 @@ class RetexConfig:
         routing: `"hard"` recovers the most likely task of a row, `"soft"` the mixture given by the probabilities.
             `{"method": "hard", "far": "merged"}` also sets how to run out-of-distribution rows: on the merged model
             (`"merged"`, with the nearest task's head), or on the mixture (`"soft"`). A row is out-of-distribution if
-            its residual to every task exceeds `slack` times the `quantile` of the residuals that held-out references
-            have to their own task; a task with fewer than 4 references has no such threshold, and no row is
+            its residual to the nearest task exceeds `slack` times what a share of `quantile` of that task's inputs do
+            not exceed, judged by held-out references; so `1 - quantile` is the rate of false alarms (with n references
+            at least `1 / (n + 1)`). A task with fewer than 4 references has no such threshold, and no row is
             out-of-distribution for it.
         temperature: Temperature of the softmax over negative residuals; default: the one at which the probabilities of
             held-out references are right, or 1 where tasks are identified by weights.

@@ -433,13 +433,16 @@ def _read_signatures(
         "scale": (len(layers),),
         "common": (common, width if common else 0),
     }
+    if common:
+        shapes |= {"wide_mean": (tasks, width), "wide_basis": (tasks, rank, width)}
     aligned = {} if trunk is None else {"trunk_down": (tasks, *trunk), "trunk_up": (tasks, *trunk)}
     aligned |= {} if trunk is None else {"trunk_shift": (tasks, trunk[1])}
     _check_tensors(source, {**shapes, **aligned})
-    mean, basis, residuals, scale, directions = (source.read(name).clone() for name in shapes)
+    read = {name: source.read(name).clone() for name in shapes}
+    space = FeatureSpace(tuple(layers), read.pop("scale"), read.pop("common"))
+    wide = {} if common else {"wide_mean": read["mean"], "wide_basis": read["basis"]}
     alignment = Alignment(*(source.read(name).clone() for name in aligned)) if aligned else None
-    space = FeatureSpace(tuple(layers), scale, directions)
-    return Signatures(mean, basis, residuals, space, float(temperature), alignment)
+    return Signatures(**read, **wide, space=space, temperature=float(temperature), alignment=alignment)
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

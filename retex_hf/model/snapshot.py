@@ -78,7 +78,7 @@ class Snapshot:
     def identify(self, inputs: Mapping[str, Any]) -> tuple[Routing, TrunkRecord | None]:
         """Return the routing of a batch, and the outputs of a shared trunk if there is one."""
         signatures, recorded = self.parts.signatures, None
-        routing, thresholds = self.parts.config.routing, None
+        routing, thresholds, distances = self.parts.config.routing, None, None
         temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
             scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
@@ -91,12 +91,14 @@ class Snapshot:
             extractor = self.cache.get("features", self._extractor)
             recorded = extractor.record(inputs)
             signatures = signatures.to(recorded.features[signatures.feature_layer].device)
-            residuals = signatures.residuals(signatures.space(recorded.features))
+            placed = signatures.space(recorded.features)
+            residuals = signatures.residuals(placed)
             temperature = temperature or signatures.temperature
             options = routing_options(routing)
             if options["far"] is not None:
                 thresholds = signatures.thresholds(options["quantile"], options["slack"])
-        decided = decide(residuals, self.tasks, routing, temperature or 1.0, thresholds)
+                distances = signatures.distances(placed)
+        decided = decide(residuals, self.tasks, routing, temperature or 1.0, thresholds, distances)
         return decided, None if recorded is None else self._trunk_record(recorded, decided)
 
     @property

@@ -50,13 +50,15 @@ def decide(
     routing: str | dict[str, Any],
     temperature: float,
     thresholds: Tensor | None = None,
+    distances: Tensor | None = None,
 ) -> Routing:
     """Choose the task of smallest residual (the first among equals); under soft routing return the whole distribution
     `softmax(-R / temperature)`.
 
-    With `far` in `routing`, abstain for a row whose smallest residual exceeds the threshold of that task (T,). Abstain
-    also for a row without finite residuals if `far` is "merged": its residuals count as infinite, and all tasks are
-    equally likely. Otherwise such a row is an error, because no task is nearest to it.
+    With `far` in `routing`, abstain for a row whose distance to the chosen task (rows, T; by default its residual)
+    exceeds the threshold of that task (T,). Abstain also for a row without finite residuals if `far` is "merged": its
+    residuals count as infinite, and all tasks are equally likely. Otherwise such a row is an error, because no task is
+    nearest to it.
     """
     options = routing_options(routing)
     method, far = options["method"], options["far"]
@@ -71,7 +73,8 @@ def decide(
     weights, abstained = probabilities if method == "soft" else None, None
     if far is not None:
         assert thresholds is not None  # given wherever rows may be far
-        abstained = unknown | (nearest > thresholds[task_ids])
+        far_off = nearest if distances is None else distances.gather(1, task_ids.unsqueeze(1)).squeeze(1)
+        abstained = unknown | (far_off > thresholds[task_ids])
         near = torch.nn.functional.one_hot(task_ids, len(tasks)).to(residuals.dtype) if weights is None else weights
         weights = torch.where(abstained.unsqueeze(1), 0 if far == "merged" else probabilities, near)
     return Routing(

@@ -1,6 +1,6 @@
 """The space in which features are compared: those of several layers side by side, with directions in which inputs of
-every task vary shrunk. Such directions (length, style, brightness) tell tasks apart least, and corruptions move inputs
-along them."""
+every task vary shrunk, and those along which perturbation moves inputs. Such directions (length, style, brightness)
+tell tasks apart least."""
 
 from __future__ import annotations
 
@@ -42,18 +42,27 @@ class FeatureSpace:
         return cls((layer,), torch.ones(1), torch.zeros(0, 0))
 
     @classmethod
-    def fit(cls, layers: Sequence[str], features: Sequence[Mapping[str, Tensor]]) -> FeatureSpace:
+    def fit(
+        cls,
+        layers: Sequence[str],
+        features: Sequence[Mapping[str, Tensor]],
+        perturbed: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> FeatureSpace:
         """Fit the scales, and the directions in which inputs of one task vary, to the features (N, d) of each task by
-        layer.
+        layer. `perturbed` are features of the same inputs in bad weather: what weather changes varies too.
 
-        Variances `v_i` along the singular directions of what remains without each task's mean, shrunk towards the mean
-        variance, are reduced to the one `v` that follows the last direction kept: a factor of `sqrt(v / v_i)`. This is
-        whitening, restricted to the directions that vary most.
+        Variances `v_i` along the singular directions of what remains without each task's mean (and of the differences
+        that perturbation makes), shrunk towards the mean variance, are reduced to the one `v` that follows the last
+        direction kept: a factor of `sqrt(v / v_i)`. This is whitening, restricted to the directions that vary most.
         """
-        centred = {layer: torch.cat([task[layer] - task[layer].mean(0) for task in features]) for layer in layers}
-        deviations = torch.stack([part.square().mean().sqrt() for part in centred.values()])
+        varying = {layer: torch.cat([task[layer] - task[layer].mean(0) for task in features]) for layer in layers}
+        deviations = torch.stack([part.square().mean().sqrt() for part in varying.values()])
         scale = torch.where(deviations > 0, 1 / deviations, 1.0)
-        rows = torch.cat([part * factor for part, factor in zip(centred.values(), scale, strict=True)], 1)
+        if perturbed is not None:
+            for layer, part in varying.items():
+                changes = [worse[layer] - task[layer] for task, worse in zip(features, perturbed, strict=True)]
+                varying[layer] = torch.cat([part, *changes])
+        rows = torch.cat([part * factor for part, factor in zip(varying.values(), scale, strict=True)], 1)
         count = min(DIRECTIONS, len(rows) // PER_DIRECTION, *rows.shape)
         values, directions = top_directions(rows, count + 1)
         variances = (1 - SHRINKAGE) * values.square() / max(len(rows), 1) + SHRINKAGE * rows.square().mean()
@@ -75,6 +84,21 @@ class FeatureSpace:
             return found
         common = self.common.to(found.device)
         return found - (found @ common.T) @ common
+
+    def unshrunk(self, placed: Tensor) -> Tensor:
+        """Return features (rows, d) of this space with no direction shrunk: `x` of `x - common.T @ (common @ x)`.
+
+        A row of `common` of squared length `s` has shrunk its direction to a factor of `1 - s`.
+
+        >>> import torch
+        >>> space = FeatureSpace(("a",), torch.ones(1), torch.tensor([[0.6, 0.0], [0.0, 0.8]]))
+        >>> space.unshrunk(space({"a": torch.tensor([[3.0, 4.0]])})).tolist()
+        [[3.0, 4.0]]
+        """
+        if not len(self.common):
+            return placed
+        common = self.common.to(placed.device)
+        return placed + (placed @ common.T / (1 - common.square().sum(1))) @ common
 
     def to(self, device: torch.device) -> FeatureSpace:
         return FeatureSpace(self.layers, self.scale.to(device), self.common.to(device))

@@ -19,16 +19,13 @@ from ..utils.progress import track
 from .feature_space import FeatureSpace, spread
 from .features import FeatureExtractor
 from .layers import trunk_blocks
+from .perturbation import perturbed_inputs
 from .pooling import Layout
-from .signatures import Signatures, cross_validated, identified, shallowest_good
+from .signatures import Signatures, SpaceMaker, cross_validated, identified, shallowest_good
 
 LABEL_NAMES = ("labels", "label", "label_ids")
-# Inputs that are perturbed, to see which layers are fragile; and how much.
-CONTENT = ("input_ids", "inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values",
-           "image", "images", "inputs", "x", "input")  # fmt: skip
-EXCHANGED, CONTRAST, NOISE = 0.1, 0.5, 0.25
 # One over this share of the layers is passed over: the first may tell present tasks apart by words or colours, which
-# tasks to come may share.
+# tasks to come may share, and which weather changes most.
 SHALLOW = 3
 
 
@@ -106,26 +103,37 @@ def fit_signatures(
     chosen = layers[len(layers) // SHALLOW :]
     if config.feature_layer != "auto" and config.identification != "residual":
         extractor = _with_layers_before(make, extractor, first)
+    features, perturbed = _read(extractor, references, config, progress)
+    spaces = {layer: _space_maker(config, extractor.layers, layer) for layer in layers}
+    fit = partial(cross_validated, features, config.signature_rank, perturbed=perturbed)
+    residuals = {layer: fit(make_space=make) for layer, make in spaces.items()}
+    accuracies = {layer: identified(found) for layer, found in residuals.items()}
+    layer = chosen[-1]
+    if len(chosen) > 1:
+        worse = [fit(make_space=spaces[one], judge_perturbed=True) for one in chosen]
+        both = [(accuracies[one] + identified(found)) / 2 for one, found in zip(chosen, worse, strict=True)]
+        layer = chosen[shallowest_good(both)]
+    space = spaces[layer](features, perturbed)
+    placed = [space(of_task) for of_task in features]
+    return Signatures.fit_in(space, placed, config.signature_rank, residuals[layer]), accuracies
+
+
+def _read(
+    extractor: FeatureExtractor,
+    references: Mapping[str, Iterable[Mapping[str, Any]]],
+    config: RetexConfig,
+    progress: bool,
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return the features of every task's references by layer, as they are and perturbed."""
     form = library_of(extractor.model).input_form(extractor.model)
-    reserved = form.reserved if isinstance(form, Tokens) else frozenset()
+    tokens = form if isinstance(form, Tokens) else None
     features, perturbed = [], []
     for task in track(references, title="Reading reference inputs", unit="task", progress=progress):
         seen: list[Mapping[str, Any]] = []
         features.append(reference_features(extractor, task, noted(references[task], seen), config.num_reference))
-        if len(chosen) > 1:
-            worse = (perturbed_inputs(without_labels(batch), reserved) for batch in seen)
-            perturbed.append(reference_features(extractor, task, worse, config.num_reference))
-    spaces = {layer: _space_maker(config, extractor.layers[: extractor.layers.index(layer) + 1]) for layer in layers}
-    residuals = {layer: cross_validated(features, config.signature_rank, make) for layer, make in spaces.items()}
-    accuracies = {layer: identified(found) for layer, found in residuals.items()}
-    layer = chosen[-1]
-    if len(chosen) > 1:
-        worse_residuals = [cross_validated(features, config.signature_rank, spaces[one], perturbed) for one in chosen]
-        both = [(accuracies[one] + identified(found)) / 2 for one, found in zip(chosen, worse_residuals, strict=True)]
-        layer = chosen[shallowest_good(both)]
-    space = spaces[layer](features)
-    placed = [space(of_task) for of_task in features]
-    return Signatures.fit_in(space, placed, config.signature_rank, residuals[layer]), accuracies
+        worse = (perturbed_inputs(without_labels(batch), tokens) for batch in seen)
+        perturbed.append(reference_features(extractor, task, worse, config.num_reference))
+    return features, perturbed
 
 
 def _with_layers_before(
@@ -137,36 +145,13 @@ def _with_layers_before(
     return found if found.layers[-1] == layer else extractor
 
 
-def _space_maker(
-    config: RetexConfig, layers: Sequence[str]
-) -> Callable[[Sequence[Mapping[str, Tensor]]], FeatureSpace]:
-    """Return the function that fits the space of features of a pass through these layers."""
+def _space_maker(config: RetexConfig, layers: Sequence[str], last: str) -> SpaceMaker:
+    """Return the function that fits the space of features of a pass that ends at one of the layers. The first of all
+    layers are passed over where others are left."""
     if config.identification == "residual":
-        return lambda _: FeatureSpace.plain(layers[-1])
-    return partial(FeatureSpace.fit, spread(layers))
-
-
-def perturbed_inputs(inputs: Mapping[str, Any], reserved: Iterable[int] = ()) -> dict[str, Any]:
-    """Return inputs in bad weather: a tenth of the tokens (but for `reserved` ones, such as the place of an image)
-    exchanged among all of the batch, numbers (images, sounds) at half their contrast under noise. Masks and everything
-    else stay."""
-    draw, kept = torch.Generator().manual_seed(0), torch.tensor(sorted(reserved), dtype=torch.int64)
-    return {name: _perturbed(value, kept, draw) if name in CONTENT else value for name, value in inputs.items()}
-
-
-def _perturbed(value: Any, reserved: Tensor, generator: torch.Generator) -> Any:
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return value
-    if not value.is_floating_point():
-        others = value.flatten()[torch.randperm(value.numel(), generator=generator).to(value.device)].view_as(value)
-        chosen = torch.rand(value.shape, generator=generator).to(value.device) < EXCHANGED
-        for tokens in (value, others):
-            chosen &= ~torch.isin(tokens, reserved.to(value.device))
-        return torch.where(chosen, others, value)
-    rows = value.flatten(1).float()
-    mean, deviation = rows.mean(1, keepdim=True), rows.std(1, keepdim=True)
-    noise = torch.randn(rows.shape, generator=generator).to(value.device)
-    return (mean + CONTRAST * (rows - mean) + NOISE * deviation * noise).view_as(value).to(value.dtype)
+        return lambda *_: FeatureSpace.plain(last)
+    place = layers.index(last)
+    return partial(FeatureSpace.fit, spread(layers[min(len(layers) // SHALLOW, place) : place + 1]))
 
 
 def reference_features(

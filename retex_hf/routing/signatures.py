@@ -13,22 +13,28 @@ from ..errors import RetexError
 from .alignment import Alignment
 from .feature_space import FeatureSpace
 
+SpaceMaker = Callable[[Sequence[Mapping[str, Tensor]], Sequence[Mapping[str, Tensor]] | None], FeatureSpace]
+"""Fits a space to the features (N, d) of each task by layer, and to those of the same inputs perturbed, if given."""
+
 # Folds of the references, of which one is held out at a time.
 FOLDS = 4
 # Relative difference between the features of one input in different batches.
 ROUNDING = 1e-4
+# Tensors of `Signatures` with one entry per task.
+PER_TASK = ("mean", "basis", "wide_mean", "wide_basis", "held_out")
 # Padding in `held_out`: residuals are never negative.
 NOTHING = -1.0
 
 
 @dataclass
 class Signatures:
-    """The signature of each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), `held_out`
-    (T, N; see `held_out_residuals`), the `space` of the features, and the `temperature` at which probabilities are
-    right on held-out references.
+    """The signature of each task: `mean` (T, d), `basis` (T, k, d; rows beyond a task's own rank are zero), the `space`
+    of the features, and the `temperature` at which probabilities are right on held-out references.
 
-    `held_out` holds the residuals of a task's own inputs, in ascending order, with -1 in front where a task has fewer
-    than others. `alignment` corrects the hidden states of a shared trunk, where there is one.
+    `wide_mean` and `wide_basis` are the same with no direction shrunk: what tells tasks apart least still tells inputs
+    of no task. `held_out` (T, N; see `held_out_residuals`) holds the distances of a task's own inputs to that subspace,
+    in ascending order, with -1 in front where a task has fewer than others. `alignment` corrects the hidden states of a
+    shared trunk, where there is one.
 
     >>> import torch
     >>> from retex_hf.routing import Signatures
@@ -40,6 +46,8 @@ class Signatures:
 
     mean: Tensor
     basis: Tensor
+    wide_mean: Tensor
+    wide_basis: Tensor
     held_out: Tensor
     space: FeatureSpace
     temperature: float = 1.0
@@ -55,22 +63,20 @@ class Signatures:
         cls, space: FeatureSpace, features: list[Tensor], rank: int | float, held_out: list[Tensor] | None = None
     ) -> Signatures:
         """Fit one signature per task from its (N, d) features in a space. `held_out` are the residuals (N, T) of all
-        references to signatures that were fitted without them; without these, a task is compared with itself alone."""
+        references to signatures that were fitted without them, which give the temperature."""
         mean, basis = _fit_all(features, rank)
-        if held_out is None:
-            own = [held_out_residuals(task_features, rank).sort().values for task_features in features]
-            return cls(mean, basis, _in_rows(own), space)
-        own = [
-            found[:, task].sort().values if len(found) >= FOLDS else found.new_empty(0)
-            for task, found in enumerate(held_out)
-        ]
-        return cls(mean, basis, _in_rows(own), space, fitted_temperature(held_out))
+        wide = [space.unshrunk(placed) for placed in features] if len(space.common) else features
+        wide_mean, wide_basis = _fit_all(wide, rank) if len(space.common) else (mean, basis)
+        own = _in_rows([held_out_residuals(placed, rank).sort().values for placed in wide])
+        temperature = 1.0 if held_out is None else fitted_temperature(held_out)
+        return cls(mean, basis, wide_mean, wide_basis, own, space, temperature)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as they are stored."""
+        """Return all tensors by name, as they are stored: those without shrunk directions only if any is shrunk."""
         own = {"mean": self.mean, "basis": self.basis, "held_out": self.held_out}
-        own |= {"scale": self.space.scale, "common": self.space.common}
+        wide = {"wide_mean": self.wide_mean, "wide_basis": self.wide_basis} if len(self.space.common) else {}
+        own |= {**wide, "scale": self.space.scale, "common": self.space.common}
         return own if self.alignment is None else {**own, **self.alignment.tensors}
 
     @property
@@ -82,25 +88,33 @@ class Signatures:
         """Return the distance of each row (B, d) to each task's affine subspace: (B, T)."""
         return _residuals(features, self.mean, self.basis)
 
+    def distances(self, features: Tensor) -> Tensor:
+        """Return the same with no direction of the space shrunk: how far each row (B, d) is from each task."""
+        return _residuals(self.space.unshrunk(features.float()), self.wide_mean, self.wide_basis)
+
     def thresholds(self, quantile: float, slack: float) -> Tensor:
-        """Return the residual above which a row is out-of-distribution for each task (T,): `slack` times the quantile
-        of the task's own held-out residuals. Infinite for tasks with too few references to hold any out. Never below
-        the rounding error of repeating an input, because all references may be identical."""
-        known = (self.held_out >= 0).sum(1, keepdim=True)
+        """Return the distance above which a row is out-of-distribution for each task (T,): `slack` times the one of
+        rank `ceil((n + 1) quantile)` among the task's `n` held-out references.
+
+        Of a task's own inputs, as the references are, at most a share of `1 - quantile` exceeds it (split conformal
+        prediction). That needs `1 / (1 - quantile)` references; with fewer, the largest distance serves, which `1 / (n
+        + 1)` exceed. The threshold is infinite for tasks with too few references to hold any out, and never below the
+        rounding error of repeating an input, because all references may be identical.
+        """
+        known = (self.held_out >= 0).sum(1)
         if not known.any():
             return torch.full_like(self.mean[:, 0], torch.inf)
-        count = known.clamp(min=1)
-        place = self.held_out.shape[1] - count + quantile * (count - 1)
-        below, above = (self.held_out.gather(1, end.long()) for end in (place.floor(), place.ceil()))
-        found = slack * torch.lerp(below, above, place.frac()).squeeze(1)
-        least = ROUNDING * self.mean.norm(dim=1)
-        return torch.where(known.squeeze(1) > 0, torch.maximum(found, least), torch.inf)
+        # In floating point, 0.9 * 10 may be slightly above 9.
+        rank = torch.minimum(((known + 1) * quantile - 1e-9).ceil().long(), known).clamp(min=1)
+        place = self.held_out.shape[1] - known + rank - 1
+        found = slack * self.held_out.gather(1, place.clamp(max=self.held_out.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        least = ROUNDING * self.wide_mean.norm(dim=1)
+        return torch.where(known > 0, torch.maximum(found, least), torch.inf)
 
     def to(self, device: torch.device) -> Signatures:
-        mean, basis, held_out = (part.to(device) for part in (self.mean, self.basis, self.held_out))
+        moved = {name: getattr(self, name).to(device) for name in PER_TASK}
         alignment = None if self.alignment is None else self.alignment.to(device)
-        space = self.space.to(device)
-        return replace(self, mean=mean, basis=basis, held_out=held_out, space=space, alignment=alignment)
+        return replace(self, **moved, space=self.space.to(device), alignment=alignment)
 
     def joined_by(self, other: Signatures) -> Signatures:
         """Return these signatures followed by those of other tasks, fitted in the same space. A trunk is not aligned
@@ -109,6 +123,8 @@ class Signatures:
             self,
             mean=torch.cat([self.mean, other.mean]),
             basis=_padded([*self.basis, *other.basis]),
+            wide_mean=torch.cat([self.wide_mean, other.wide_mean]),
+            wide_basis=_padded([*self.wide_basis, *other.wide_basis]),
             held_out=_in_rows([*self.held_out, *other.held_out]),
         )
 
@@ -116,9 +132,7 @@ class Signatures:
         """Return the signatures without one task."""
         kept = torch.arange(len(self.mean)) != task
         alignment = None if self.alignment is None else self.alignment.without(task)
-        return replace(
-            self, mean=self.mean[kept], basis=self.basis[kept], held_out=self.held_out[kept], alignment=alignment
-        )
+        return replace(self, **{name: getattr(self, name)[kept] for name in PER_TASK}, alignment=alignment)
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
@@ -178,14 +192,16 @@ def held_out_residuals(features: Tensor, rank: int | float, folds: int = FOLDS) 
     if len(features) < folds:
         return features.new_empty(0, dtype=torch.float32)
     space = FeatureSpace.plain("")
-    return cross_validated([{"": features}], rank, lambda _: space, folds=folds)[0].flatten()
+    return cross_validated([{"": features}], rank, lambda *_: space, folds=folds)[0].flatten()
 
 
 def cross_validated(
     features: Sequence[Mapping[str, Tensor]],
     rank: int | float,
-    make_space: Callable[[Sequence[Mapping[str, Tensor]]], FeatureSpace],
-    others: Sequence[Mapping[str, Tensor]] | None = None,
+    make_space: SpaceMaker,
+    perturbed: Sequence[Mapping[str, Tensor]] | None = None,
+    *,
+    judge_perturbed: bool = False,
     folds: int = FOLDS,
 ) -> list[Tensor]:
     """Return the residuals (N, T) of each task's inputs to signatures, in a space, that were fitted without them.
@@ -193,22 +209,25 @@ def cross_validated(
     Args:
         features: The features (N, d) of each task by layer.
         rank: Rank of a task's subspace; a ratio is of all of its inputs, as in `held_out_residuals`.
-        make_space: Fits the space to features.
-        others: Other features of the same inputs (perturbed ones, say), which are judged in their place.
+        make_space: Fits the space to features, and to those of the same inputs perturbed.
+        perturbed: Features of the same inputs, perturbed.
+        judge_perturbed: Judge the perturbed inputs instead.
         folds: Folds of the inputs; a task with fewer has infinite residuals of its own, as nothing is left to fit.
     """
     counts = [len(next(iter(task.values()))) for task in features]
+    source = perturbed if judge_perturbed and perturbed is not None else features
     found = [torch.full((count, len(features)), torch.inf) for count in counts]
     folds = min(folds, *counts)
     for fold in range(folds if folds > 1 else 0):
         out = [torch.arange(count) % folds == fold for count in counts]
         kept = [_rows(task, ~rows) for task, rows in zip(features, out, strict=True)]
-        space = make_space(kept)
+        worse = None if perturbed is None else [_rows(task, ~rows) for task, rows in zip(perturbed, out, strict=True)]
+        space = make_space(kept, worse)
         placed = [space(task) for task in kept]
         ranks = [signature_dimension(rank, count, part.shape[1]) for count, part in zip(counts, placed, strict=True)]
         fitted = _fit_all(placed, ranks)
         for task, rows in enumerate(out):
-            judged = _rows((others or features)[task], rows)
+            judged = _rows(source[task], rows)
             found[task][rows] = _residuals(space(judged), *fitted).cpu()
     return found
 
@@ -231,7 +250,7 @@ def held_out_accuracy(features: list[Tensor], rank: int | float, folds: int = FO
     """Return how well signatures fitted on a part of the features of one layer identify the rest, averaged over
     tasks."""
     space = FeatureSpace.plain("")
-    return identified(cross_validated([{"": one} for one in features], rank, lambda _: space, folds=folds))
+    return identified(cross_validated([{"": one} for one in features], rank, lambda *_: space, folds=folds))
 
 
 def fitted_temperature(residuals: Sequence[Tensor]) -> float:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from retex_hf.backends.input_forms import Tokens
 from retex_hf.routing import FeatureSpace, Signatures
 from retex_hf.routing.feature_space import DIRECTIONS, LARGE, top_directions
-from retex_hf.routing.fitting import perturbed_inputs
+from retex_hf.routing.perturbation import perturbed_inputs
 from retex_hf.routing.signatures import cross_validated, fitted_temperature, identified
 
 WIDTH = 12
@@ -90,7 +91,8 @@ def test_rows_are_judged_by_what_was_fitted_without_them():
     features = tasks(8, nuisance=1.0)
     seen = []
 
-    def make(kept):
+    def make(kept, worse):
+        assert worse is None
         seen.append([task["layer"] for task in kept])
         return FeatureSpace.fit(["layer"], kept)
 
@@ -118,30 +120,107 @@ def test_the_temperature_of_nothing_is_one():
     assert fitted_temperature([torch.rand(5, 1)]) == 1.0
 
 
+def test_directions_along_which_perturbation_moves_inputs_are_shrunk():
+    """Contrast, say, moves inputs of a task along one axis, along which its references do not vary."""
+    features = tasks(100, nuisance=0.2)
+    moved = torch.zeros(WIDTH)
+    moved[3] = 4.0
+    draw = torch.Generator().manual_seed(2)
+    perturbed = [{"layer": task["layer"] + torch.rand(100, 1, generator=draw) * moved} for task in features]
+    for space, least, most in (
+        (FeatureSpace.fit(["layer"], features), 0.9, 1.1),
+        (FeatureSpace.fit(["layer"], features, perturbed), 0.0, 0.3),
+    ):
+        lengths = space({"layer": torch.eye(WIDTH) / space.scale}).norm(dim=1)
+        assert least < lengths[3] < most
+        assert lengths[0] > 0.8
+
+
+def test_perturbed_references_keep_identification_under_corruption():
+    """Tasks differ a little along the axis that corruption moves inputs along, and clearly along another."""
+    references, inputs = tasks(64, nuisance=0.2), tasks(200, nuisance=0.2, seed=1)
+    corruption = torch.zeros(WIDTH)
+    corruption[3] = 5.0
+    for task in range(3):
+        for features in (references, inputs):
+            features[task]["layer"][:, 3] += 0.7 * task
+    draw = torch.Generator().manual_seed(2)
+    perturbed = [{"layer": task["layer"] + torch.rand(64, 1, generator=draw) * corruption} for task in references]
+    worse = [{"layer": task["layer"] + 0.6 * corruption} for task in inputs]
+    shares = []
+    for given in (None, perturbed):
+        space = FeatureSpace.fit(["layer"], references, given)
+        signatures = Signatures.fit_in(space, [space(task) for task in references], 1)
+        shares.append([identified([signatures.residuals(space(task)) for task in some]) for some in (inputs, worse)])
+    assert shares[0][0] > 0.95
+    assert shares[0][1] < 0.6
+    assert shares[1][0] > 0.9
+    assert shares[1][1] > 0.9
+
+
+def test_held_out_perturbed_inputs_are_judged_in_their_place():
+    features = tasks(16, nuisance=1.0)
+    perturbed = [{"layer": task["layer"] + 100} for task in features]
+    seen = []
+
+    def make(kept, worse):
+        seen.append([(one["layer"] + 100 == other["layer"]).all() for one, other in zip(kept, worse, strict=True)])
+        return FeatureSpace.plain("layer")
+
+    clean = cross_validated(features, 2, make, perturbed)
+    far = cross_validated(features, 2, make, perturbed, judge_perturbed=True)
+    assert len(seen) == 8
+    assert all(map(all, seen))
+    assert max(found.max() for found in clean) < 20
+    assert min(found.min() for found in far) > 50
+
+
 def test_perturbed_inputs_keep_their_form():
-    mask = torch.ones(16, 30, dtype=torch.long)
+    mask = torch.ones(64, 30, dtype=torch.long)
+    mask[:32, :10] = 0
     inputs = {
-        "input_ids": torch.arange(480).view(16, 30),
+        "input_ids": torch.randint(1000, 2000, (64, 30), generator=torch.Generator().manual_seed(0)),
         "attention_mask": mask,
-        "pixel_values": torch.rand(16, 3, 8, 8),
+        "pixel_values": torch.rand(64, 3, 8, 8),
+        "other": torch.ones(64, 5),
     }
     found = perturbed_inputs(inputs)
-    assert found["attention_mask"] is mask
-    changed = (found["input_ids"] != inputs["input_ids"]).float().mean()
-    assert 0.05 < changed < 0.15
-    assert set(found["input_ids"].flatten().tolist()) <= set(range(480))
+    assert found["other"] is inputs["other"]
+    changed = (found["input_ids"] != inputs["input_ids"]).float().mean(1)
+    assert changed.mean() == pytest.approx(0.3, abs=0.05)
+    assert changed.min() < 0.1
+    assert changed.max() > 0.45
+    assert set(found["input_ids"].flatten().tolist()) <= set(inputs["input_ids"].flatten().tolist())
     rows, before = found["pixel_values"].flatten(1), inputs["pixel_values"].flatten(1)
-    torch.testing.assert_close(rows.mean(1), before.mean(1), rtol=0, atol=0.03)
-    torch.testing.assert_close(rows.std(1), (0.5**2 + 0.25**2) ** 0.5 * before.std(1), rtol=0.15, atol=0)
-    assert all(
-        torch.equal(one, other) for one, other in zip(found.values(), perturbed_inputs(inputs).values(), strict=True)
-    )
+    torch.testing.assert_close(rows.mean(1), before.mean(1), rtol=0, atol=0.05)
+    contrast = rows.std(1) / before.std(1)
+    assert 0.2 < contrast.min() < 0.45
+    assert 0.85 < contrast.max() < 1.2
+    again = perturbed_inputs(inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found.values(), again.values(), strict=True))
+
+
+def test_texts_are_cut_at_their_end():
+    mask = torch.ones(64, 30, dtype=torch.long)
+    mask[:32, :10] = 0
+    ids = torch.full((64, 30), 7)
+    ids[:, -1] = 2
+    form = Tokens("input_ids", 10, reserved=frozenset({2}))
+    cut = perturbed_inputs({"input_ids": ids, "attention_mask": mask}, form)["attention_mask"]
+    assert (cut <= mask).all()
+    assert (cut[:, -1] == 1).all()  # reserved
+    inner, left = cut[:, :-1], cut[:, :-1].sum(1)
+    assert 3 <= left.min() < 9
+    assert left.max() > 24
+    kept = inner.cumsum(1)  # the first tokens that were there stay, and no others
+    assert torch.equal(inner.bool(), (mask[:, :-1].cumsum(1) <= left.unsqueeze(1)) & mask[:, :-1].bool())
+    assert torch.equal(kept[:, -1], left)
 
 
 def test_reserved_tokens_stay_where_they_are():
     tokens = torch.randint(0, 4, (32, 40), generator=torch.Generator().manual_seed(0))
-    found = perturbed_inputs({"input_ids": tokens}, {0, 2})["input_ids"]
-    assert (found != tokens).any()
+    found = perturbed_inputs({"input_ids": tokens}, Tokens("input_ids", 50, reserved=frozenset({0, 2})))["input_ids"]
+    assert (found > 3).any()  # others of the vocabulary
     for reserved in (0, 2):
         assert torch.equal(found == reserved, tokens == reserved)
 

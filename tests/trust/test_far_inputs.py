@@ -17,7 +17,7 @@ from retex_hf import ConfigError, InputError, RetexConfig, RetexModel
 from retex_hf.cli import main
 from retex_hf.cli.build import BuildOptions
 from retex_hf.demo.cards import card_html
-from retex_hf.routing import decide
+from retex_hf.routing import FeatureSpace, decide
 from retex_hf.routing.signatures import Signatures, held_out_residuals
 from retex_hf.workflows.predictor import Predictor
 
@@ -112,10 +112,24 @@ def test_tasks_of_different_numbers_of_references_have_thresholds_of_their_own()
     found = signatures.thresholds(0.8, 1.5)
     assert found[0] == float("inf")
     for task in (1, 2):
-        expected = 1.5 * torch.quantile(held_out_residuals(features[task], 2), 0.8)
-        torch.testing.assert_close(found[task], expected)
+        own = held_out_residuals(features[task], 2).sort().values
+        # Of 5 residuals the fifth, of 20 the seventeenth: ceil(0.8 * 6) and ceil(0.8 * 21).
+        torch.testing.assert_close(found[task], 1.5 * own[{1: 4, 2: 16}[task]])
     joined = signatures.without(1).joined_by(Signatures.fit([features[1]], 2, "layer"))
     torch.testing.assert_close(joined.thresholds(0.8, 1.5), found[[0, 2, 1]])
+
+
+@pytest.mark.parametrize(("references", "quantile", "rate"), [(19, 0.9, 0.1), (64, 0.97, 1 / 65), (9, 0.97, 0.1)])
+def test_the_rate_of_false_alarms_is_known_with_few_references_too(references, quantile, rate):
+    """Over draws of the references and one more input, which a plain quantile would alarm for too often."""
+    drawn = torch.rand(20_000, references + 1, generator=torch.Generator().manual_seed(0))
+    held_out, row = drawn[:, 1:].sort(1).values, drawn[:, 0]
+    space = FeatureSpace.plain("layer")
+    mean, basis = torch.zeros(len(drawn), 1), torch.zeros(len(drawn), 0, 1)
+    signatures = Signatures(mean, basis, mean, basis, held_out, space)
+    far = row > signatures.thresholds(quantile, 1.0)
+    assert far.float().mean().item() == pytest.approx(rate, abs=0.007)
+    assert rate <= max(1 - quantile, 1 / (references + 1)) + 1e-9
 
 
 def test_about_as_many_rows_of_a_task_are_far_as_the_quantile_says():

@@ -1,0 +1,115 @@
+"""Features of references and test rows, clean and corrupted, at every block of a suite's averaged model; stored once.
+
+    features = stored(study, work)                 # computes what is missing
+    features.pool["agnews"]["clean"]["bert.encoder.layer.3"]     # (rows, d)
+
+Rules of identification are then compared in seconds (see routing_rules.py). References are perturbed as the library
+does it (`perturbed_inputs`), and test rows by corruptions.py or text_corruptions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import corruptions
+import text_corruptions
+import torch
+from cells import cell_name
+from corrupted import CLEAN, corrupted_task
+from experiment import Study
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from retex_hf.backends import library_of
+from retex_hf.backends.input_forms import Tokens
+from retex_hf.baselines.merges import source_body
+from retex_hf.baselines.weights import expert_weights
+from retex_hf.evaluation import TaskData
+from retex_hf.routing import FeatureExtractor, feature_blocks
+from retex_hf.routing.perturbation import perturbed_inputs
+
+POOL = 400
+SEVERITIES = (1, 3, 5)
+PERTURBED = "perturbed"
+
+Features = dict[str, Tensor]
+"""Features (rows, d) by block."""
+
+
+@dataclass(frozen=True)
+class StudyFeatures:
+    """Features of each task: of its `pool` of references (clean and perturbed), and of its `test` rows by condition."""
+
+    blocks: list[str]
+    pool: dict[str, dict[str, Features]]
+    test: dict[str, dict[str, Features]]
+    unseen: dict[str, Features]
+
+
+def conditions(study: Study) -> list[tuple[str, int]]:
+    """Return the kinds of test rows with their severities; clean ones first."""
+    kinds = text_corruptions.KINDS if _is_text(study.tests[0].inputs) else corruptions.KINDS
+    return [(CLEAN, 0), *((kind, severity) for kind in kinds for severity in SEVERITIES)]
+
+
+def corrupted(data: TaskData, kind: str, severity: int, seed: int) -> Sequence[Any]:
+    """Return a task's inputs in one condition."""
+    if kind == CLEAN:
+        return data.inputs
+    if _is_text(data.inputs):
+        return text_corruptions.corrupt_texts(data.inputs, kind, severity, seed)
+    return corrupted_task(data, kind, severity, seed).inputs
+
+
+def _is_text(inputs: Sequence[Any]) -> bool:
+    return isinstance(inputs[0], str)
+
+
+def stored(study: Study, work: Path, rows: int) -> StudyFeatures:
+    """Return the features of a study: up to `rows` corrupted test rows per task, and all clean ones."""
+    unseen = [test.name for test in study.unseen_tests]
+    identity = study.identity("routing features", pool=POOL, severities=SEVERITIES, corrupted=rows, unseen=unseen)
+    file = (work / "cells" / cell_name("routing features", identity)).with_suffix(".pt")
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        torch.save(vars(_compute(study, rows)), partial)
+        partial.rename(file)
+    return StudyFeatures(**torch.load(file, weights_only=True))
+
+
+def _compute(study: Study, rows: int) -> StudyFeatures:
+    material, weights = study.material, expert_weights(study.material)
+    # Features are read below the heads, so any head will do.
+    model = weights.module(source_body(weights, "average"), study.tasks[0])
+    blocks = feature_blocks(model)
+    extract = FeatureExtractor(model, blocks, study.config().feature_pooling)
+    form = library_of(model).input_form(model)
+    tokens = form if isinstance(form, Tokens) else None
+
+    def features(inputs: Sequence[Any], perturb: bool = False) -> Features:
+        def joined(batch: Mapping[str, Tensor]) -> Tensor:
+            found = extract(perturbed_inputs(batch, tokens) if perturb else batch)
+            widths.extend(part.shape[1] for part in found.values() if len(widths) < len(blocks))
+            return torch.cat(list(found.values()), 1)
+
+        widths: list[int] = []
+        # In the order given, as the library reads them: it perturbs tokens among those of a batch.
+        size = study.recipe.batch_size
+        parts = [joined(material.collate(inputs[start : start + size])) for start in range(0, len(inputs), size)]
+        return dict(zip(blocks, torch.cat(parts).split(widths, 1), strict=True))
+
+    pool, test = {}, {}
+    for data in tqdm(study.tests, desc="features", unit="task"):
+        sample = material.sample(data.name, POOL)
+        pool[data.name] = {CLEAN: features(sample), PERTURBED: features(sample, perturb=True)}
+        few = TaskData(data.name, data.inputs[:rows], data.answers[:rows], data.label_names)
+        test[data.name] = {CLEAN: features(data.inputs)} | {
+            f"{kind} {severity}": features(corrupted(few, kind, severity, material.seed))
+            for kind, severity in conditions(study)[1:]
+        }
+    unseen = {data.name: features(data.inputs) for data in study.unseen_tests}
+    return StudyFeatures(blocks, pool, test, unseen)
