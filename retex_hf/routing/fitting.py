@@ -131,9 +131,16 @@ def _read(
     for task in track(references, title="Reading reference inputs", unit="task", progress=progress):
         seen: list[Mapping[str, Any]] = []
         features.append(reference_features(extractor, task, noted(references[task], seen), config.num_reference))
-        worse = (perturbed_inputs(without_labels(batch), tokens) for batch in seen)
+        worse = _perturbed(map(without_labels, seen), tokens)
         perturbed.append(reference_features(extractor, task, worse, config.num_reference))
     return features, perturbed
+
+
+def _perturbed(batches: Iterable[dict[str, Any]], tokens: Tokens | None) -> Iterator[dict[str, Any]]:
+    rows = 0
+    for batch in batches:
+        yield perturbed_inputs(batch, tokens, rows)
+        rows += next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
 
 
 def _with_layers_before(
