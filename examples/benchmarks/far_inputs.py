@@ -3,10 +3,12 @@
     python examples/quickstart.py                 # trains the experts of the text tasks, once
     python examples/quickstart_images.py          # and those of the image tasks
     python examples/benchmarks/far_inputs.py      # --more-text FOLDER --more-images FOLDER: further unknown tasks
+    python examples/benchmarks/far_inputs.py --only images --out examples/benchmarks/results
 
 Rows are test rows of the model's tasks and of others. Signatures are fitted on 64 reference inputs of each task. A task
-that is left out is left out of the build: the model has never seen it. For every pair of `quantile` and `slack` the
-table has the shares of out-of-distribution rows; its first row holds false alarms, whose cost follows.
+that is left out is left out of the build: the model has never seen it. For every `quantile` the table has the shares of
+out-of-distribution rows; its first row holds false alarms (at most `1 - quantile` on inputs like the references), whose
+cost follows. `--out` writes `far_inputs_<suite>.{json,md}`.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import quiet
+from common import quiet, write_json
+from experiment import markdown_table
 from quickstart import load_task
 from suites import Suite, image_suite, text_suite
 
 from retex_hf import RetexModel
 
 ROWS, BATCH = 200, 50
-OPTIONS = ((0.9, 1.0), (0.95, 1.0), (0.97, 1.0), (0.99, 1.0), (0.97, 1.1))
+QUANTILES = (0.9, 0.95, 0.97, 0.98)
+OWN = "the tasks themselves"
 ABROAD = (
     "Der Zug nach Hamburg hat heute zwanzig Minuten Verspätung.",
     "Können Sie mir bitte sagen, wo der Bahnhof ist?",
@@ -54,12 +58,15 @@ ABROAD = (
 )
 
 
+@torch.no_grad()
 def far_share(model: RetexModel, suite: Suite, inputs: Sequence[Any]) -> list[float]:
-    """Return the share of rows that are out-of-distribution, under each pair of options."""
+    """Return the share of rows that are out-of-distribution, at each quantile."""
     batches = [suite.collate(list(inputs[start : start + BATCH])) for start in range(0, len(inputs), BATCH)]
-    nearest, tasks = torch.cat([model.identify(**batch).residuals for batch in batches]).min(1)
-    shares = [nearest > model.signatures.thresholds(*options)[tasks] for options in OPTIONS]
-    return [share.float().mean().item() for share in shares]
+    shares = []
+    for quantile in QUANTILES:
+        model.routing = {"method": "hard", "far": "merged", "quantile": quantile}
+        shares.append(torch.cat([model.identify(**batch).abstained for batch in batches]).float().mean().item())
+    return shares
 
 
 def fitted(suite: Suite) -> RetexModel:
@@ -115,24 +122,30 @@ def strange_images(suite: Suite, more: Path | None) -> dict[str, list[np.ndarray
     return kinds
 
 
-def table(suite: Suite, kinds: dict[str, Sequence[Any]]) -> None:
+def table(suite: Suite, kinds: dict[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the shares of rows that are out-of-distribution by kind and quantile, and the accuracies of routings."""
     model = fitted(suite)
     known = {task.name for task in suite.tasks}
     alarms = [far_share(model, suite, task.test_inputs[:ROWS]) for task in suite.tasks]
-    rows = {"the tasks themselves": np.mean(alarms, axis=0).tolist()}
+    rows = {OWN: np.mean(alarms, axis=0).tolist()}
     for task in suite.tasks:
         others = replace(suite, tasks=[other for other in suite.tasks if other.name != task.name])
         rows[f"{task.name}, left out"] = far_share(fitted(others), suite, task.test_inputs[:ROWS])
     rows |= {name: far_share(model, suite, inputs) for name, inputs in kinds.items() if name not in known}
-    print(f"\n{suite.name}, features of {model.signatures.feature_layer}: share of rows that are far\n")
-    print("| rows | " + " | ".join(f"quantile {q}, slack {s}" for q, s in OPTIONS) + " |")
-    print("|---|" + len(OPTIONS) * "---:|")
-    for name, shares in rows.items():
-        print(f"| {name} | " + " | ".join(f"{share:.3f}" for share in shares) + " |")
-    print("\n| routing | accuracy on the tasks themselves, task unknown |\n|---|---:|")
+    accuracies = {}
     for routing in ("hard", {"method": "hard", "far": "merged"}, {"method": "hard", "far": "soft"}):
         model.routing = routing
-        print(f"| `{json.dumps(routing)}` | {accuracy(model, suite):.4f} |", flush=True)
+        accuracies[json.dumps(routing)] = accuracy(model, suite)
+    layers = list(model.signatures.space.layers)
+    return {"suite": suite.name, "layers": layers, "rows": rows, "accuracy": accuracies}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Format the two tables."""
+    shares = markdown_table(["rows", *map(str, QUANTILES)], [[name, *row] for name, row in found["rows"].items()])
+    routings = [[f"`{routing}`", share] for routing, share in found["accuracy"].items()]
+    right = markdown_table(["routing", "accuracy on the tasks themselves, task unknown"], routings)
+    return f"# Out-of-distribution rows: {found['suite']}\n\n{shares}\n{right}"
 
 
 def main() -> None:
@@ -141,13 +154,23 @@ def main() -> None:
     parser.add_argument("--image-dir", type=Path, default=Path("retex-quickstart-images"))
     parser.add_argument("--more-text", type=Path, help="a folder of text tasks in the form of examples/data/text")
     parser.add_argument("--more-images", type=Path, help="a folder of image tasks in the form of examples/data/image")
+    parser.add_argument("--only", choices=("text", "images"), help="default: both")
+    parser.add_argument("--out", type=Path, help="folder of result files; default: print only")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     quiet()
-    table(text_suite(arguments.text_dir), strange_texts(arguments.more_text))
-    images = image_suite(arguments.image_dir)
-    table(images, strange_images(images, arguments.more_images))
+    found = {}
+    if arguments.only != "images":
+        found["text"] = table(text_suite(arguments.text_dir), strange_texts(arguments.more_text))
+    if arguments.only != "text":
+        images = image_suite(arguments.image_dir)
+        found["images"] = table(images, strange_images(images, arguments.more_images))
+    for name, results in found.items():
+        print(markdown(results))
+        if arguments.out is not None:
+            write_json(arguments.out / f"far_inputs_{name}.json", results)
+            (arguments.out / f"far_inputs_{name}.md").write_text(markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,38 +68,39 @@ def _is_text(inputs: Sequence[Any]) -> bool:
     return isinstance(inputs[0], str)
 
 
-def stored(study: Study, work: Path, rows: int) -> StudyFeatures:
-    """Return the features of a study: up to `rows` corrupted test rows per task, and all clean ones."""
+def stored(study: Study, work: Path, rows: int, source: str = "average") -> StudyFeatures:
+    """Return the features of a study: up to `rows` corrupted test rows per task, and all clean ones; of the averaged
+    model, or of another body that `Identifier` names."""
     unseen = [test.name for test in study.unseen_tests]
-    identity = study.identity("routing features", pool=POOL, severities=SEVERITIES, corrupted=rows, unseen=unseen)
+    settings = {"pool": POOL, "severities": SEVERITIES, "corrupted": rows, "unseen": unseen, "source": source}
+    identity = study.identity("routing features", **settings)
     file = (work / "cells" / cell_name("routing features", identity)).with_suffix(".pt")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
-        torch.save(vars(_compute(study, rows)), partial)
+        torch.save(vars(_compute(study, rows, source)), partial)
         partial.rename(file)
     return StudyFeatures(**torch.load(file, weights_only=True))
 
 
-def _compute(study: Study, rows: int) -> StudyFeatures:
+def _compute(study: Study, rows: int, source: str) -> StudyFeatures:
     material, weights = study.material, expert_weights(study.material)
     # Features are read below the heads, so any head will do.
-    model = weights.module(source_body(weights, "average"), study.tasks[0])
+    model = weights.module(source_body(weights, source), study.tasks[0])
     blocks = feature_blocks(model)
     extract = FeatureExtractor(model, blocks, study.config().feature_pooling)
     form = library_of(model).input_form(model)
     tokens = form if isinstance(form, Tokens) else None
 
     def features(inputs: Sequence[Any], perturb: bool = False) -> Features:
-        def joined(batch: Mapping[str, Tensor]) -> Tensor:
-            found = extract(perturbed_inputs(batch, tokens) if perturb else batch)
+        def joined(batch: Mapping[str, Tensor], first: int) -> Tensor:
+            found = extract(perturbed_inputs(batch, tokens, first) if perturb else batch)
             widths.extend(part.shape[1] for part in found.values() if len(widths) < len(blocks))
             return torch.cat(list(found.values()), 1)
 
         widths: list[int] = []
-        # In the order given, as the library reads them: it perturbs tokens among those of a batch.
         size = study.recipe.batch_size
-        parts = [joined(material.collate(inputs[start : start + size])) for start in range(0, len(inputs), size)]
+        parts = [joined(material.collate(inputs[start : start + size]), start) for start in range(0, len(inputs), size)]
         return dict(zip(blocks, torch.cat(parts).split(widths, 1), strict=True))
 
     pool, test = {}, {}

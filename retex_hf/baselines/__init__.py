@@ -18,6 +18,7 @@ from .low_rank import TSVC, DeltaCoMe, LoRAExtraction, TaskSVD, TwinCompression
 from .mow import MoW
 from .signs import BitDelta, SparseTernary, StoredEMR
 from .sim import SiM
+from .spectral import MASS, Arrow, SpectR
 from .static import Individual, Merged, ZeroShotBase
 from .twin import TwinMerging
 from .weights import expert_weights
@@ -32,6 +33,9 @@ BASELINES: dict[str, type[Method]] = {
     "lora": LoRA,
     "id_lora": IdLoRA,
     "sim": SiM,
+    "mass": MASS,
+    "spectr": SpectR,
+    "arrow": Arrow,
     "twin_merging": TwinMerging,
     "dawin": DaWin,
     "wemoe": WEMoE,
@@ -62,6 +66,8 @@ def make(name: str, **options: Any) -> Method:
 __all__ = [
     "BASELINES",
     "EMR",
+    "MASS",
+    "Arrow",
     "DaWin",
     "IdEMR",
     "IdLoRA",
@@ -71,6 +77,7 @@ __all__ = [
     "Merged",
     "MoW",
     "SiM",
+    "SpectR",
     "TwinMerging",
     "WEMoE",
     "ZeroShotBase",

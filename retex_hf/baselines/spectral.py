@@ -67,7 +67,7 @@ class SpectralRouter(Individual):
         return {
             name: found.reshape(rows, -1, found.shape[-1])
             for name, found in self._heard.items()
-            if len(found) == rows or found.shape[0] % rows == 0
+            if len(found) == rows  # layers that see windows or single tokens do not tell which row these belong to
         }
 
     def scores(self, hidden: Tensor, spectrum: Spectrum) -> Tensor:
@@ -91,8 +91,12 @@ class SpectralRouter(Individual):
 
 
 class SpectR(SpectralRouter):
-    """`softmax_t |Sigma_t V_t^T x|` per token and linear layer (Fleshman and Van Durme, 2025), with the norm of an
-    update's response relative to nothing: experts of larger updates are favoured, as in the paper."""
+    """`softmax_t |Sigma_t V_t^T x|` per token and linear layer (Fleshman and Van Durme, 2025). Nothing divides by the
+    size of an update, so that experts of larger updates are favoured, as in the paper.
+
+    Args:
+        rank: Singular vectors kept of every update.
+    """
 
     name = "SpectR"
 

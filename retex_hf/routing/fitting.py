@@ -100,11 +100,30 @@ def fit_signatures(
     references = {**references, task: chain([first], batches)}
     extractor = trying(make, candidates, first)
     layers = extractor.layers
-    chosen = layers[len(layers) // SHALLOW :]
     if config.feature_layer != "auto" and config.identification != "residual":
         extractor = _with_layers_before(make, extractor, first)
     features, perturbed = _read(extractor, references, config, progress)
-    spaces = {layer: _space_maker(config, extractor.layers, layer) for layer in layers}
+    return fit_features(features, perturbed, config, layers)
+
+
+def fit_features(
+    features: Sequence[Mapping[str, Tensor]],
+    perturbed: Sequence[Mapping[str, Tensor]],
+    config: RetexConfig,
+    candidates: Sequence[str] | None = None,
+) -> tuple[Signatures, dict[str, float]]:
+    """Fit signatures to features; see `fit_signatures`.
+
+    Args:
+        features: The features (N, d) of every task's references by layer, in the order of the layers.
+        perturbed: Those of the same references, perturbed.
+        config: Rank of subspaces, and the rule of identification.
+        candidates: Layers to choose the last one from; default: all. The first third of several is passed over.
+    """
+    layers = list(features[0])
+    candidates = layers if candidates is None else candidates
+    chosen = candidates[len(candidates) // SHALLOW :]
+    spaces = {layer: _space_maker(config, layers, layer) for layer in candidates}
     fit = partial(cross_validated, features, config.signature_rank, perturbed=perturbed)
     residuals = {layer: fit(make_space=make) for layer, make in spaces.items()}
     accuracies = {layer: identified(found) for layer, found in residuals.items()}
@@ -131,9 +150,16 @@ def _read(
     for task in track(references, title="Reading reference inputs", unit="task", progress=progress):
         seen: list[Mapping[str, Any]] = []
         features.append(reference_features(extractor, task, noted(references[task], seen), config.num_reference))
-        worse = (perturbed_inputs(without_labels(batch), tokens) for batch in seen)
+        worse = _perturbed(map(without_labels, seen), tokens)
         perturbed.append(reference_features(extractor, task, worse, config.num_reference))
     return features, perturbed
+
+
+def _perturbed(batches: Iterable[dict[str, Any]], tokens: Tokens | None) -> Iterator[dict[str, Any]]:
+    rows = 0
+    for batch in batches:
+        yield perturbed_inputs(batch, tokens, rows)
+        rows += next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
 
 
 def _with_layers_before(

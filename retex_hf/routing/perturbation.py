@@ -5,7 +5,7 @@ Features of perturbed references show which layers are fragile, and along which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,56 +22,64 @@ EXCHANGED, CONTRAST, TEXT, NOISE = 0.6, 0.2, 0.2, 0.4
 FEWEST = 3
 
 
-def perturbed_inputs(inputs: Mapping[str, Any], tokens: Tokens | None = None) -> dict[str, Any]:
+def perturbed_inputs(inputs: Mapping[str, Any], tokens: Tokens | None = None, first: int = 0) -> dict[str, Any]:
     """Return inputs in bad weather, row by row in another: up to 0.6 of the tokens (but for reserved ones, such as the
     place of an image) exchanged for others of the vocabulary, and up to 0.8 of the text masked from its end; numbers
     (images, sounds) at down to 0.2 of their contrast, under noise. Everything else stays.
 
     Args:
         inputs: A batch.
-        tokens: The form of tokens; without it, they are exchanged among those of the batch.
+        tokens: The form of tokens; without it, none is exchanged.
+        first: Number of the first row, which decides its weather: other rows do not.
     """
-    draw = torch.Generator().manual_seed(0)
     reserved = torch.tensor(sorted(tokens.reserved if tokens is not None else ()), dtype=torch.int64)
     found = dict(inputs)
     for name, value in inputs.items():
         if name in CONTENT and isinstance(value, Tensor) and value.ndim > 1:
             if value.is_floating_point():
-                found[name] = _fainter(value, draw)
-            else:
-                found[name] = _mistyped(value, tokens, reserved, draw)
+                found[name] = _fainter(value, _Weather(first, len(value)))
+            elif tokens is not None:
+                found[name] = _mistyped(value, tokens, reserved, _Weather(first, len(value)))
     ids, mask = inputs.get("input_ids"), inputs.get(MASK)
     if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
-        found[MASK] = _cut(mask, torch.isin(ids, reserved.to(ids.device)), draw)
+        found[MASK] = _cut(mask, torch.isin(ids, reserved.to(ids.device)), _Weather(first, len(mask)))
     return found
 
 
-def _strengths(rows: int, low: float, high: float, draw: torch.Generator) -> Tensor:
-    return low + (high - low) * torch.rand(rows, 1, generator=draw)
+class _Weather:
+    """Random numbers, of every row its own."""
+
+    def __init__(self, first: int, rows: int) -> None:
+        self.draws = [torch.Generator().manual_seed(row) for row in range(first, first + rows)]
+
+    def uniform(self, shape: Sequence[int], low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Return numbers (rows, *shape) between two."""
+        return low + (high - low) * torch.stack([torch.rand(*shape, generator=draw) for draw in self.draws])
+
+    def normal(self, count: int) -> Tensor:
+        """Return normal numbers (rows, count)."""
+        return torch.stack([torch.randn(count, generator=draw) for draw in self.draws])
 
 
-def _fainter(value: Tensor, draw: torch.Generator) -> Tensor:
+def _fainter(value: Tensor, weather: _Weather) -> Tensor:
     rows = value.flatten(1).float()
     mean, deviation = rows.mean(1, keepdim=True), rows.std(1, keepdim=True)
-    contrast, level = _strengths(len(rows), CONTRAST, 1, draw), _strengths(len(rows), 0, NOISE, draw)
-    noise = (level * torch.randn(rows.shape, generator=draw)).to(value.device)
+    contrast, level = weather.uniform([1], CONTRAST), weather.uniform([1], high=NOISE)
+    noise = (level * weather.normal(rows.shape[1])).to(value.device)
     return (mean + contrast.to(value.device) * (rows - mean) + deviation * noise).view_as(value).to(value.dtype)
 
 
-def _mistyped(value: Tensor, tokens: Tokens | None, reserved: Tensor, draw: torch.Generator) -> Tensor:
-    if tokens is None:
-        others = value.flatten()[torch.randperm(value.numel(), generator=draw).to(value.device)].view_as(value)
-    else:
-        others = torch.randint(tokens.size, value.shape, generator=draw).to(value)
-    share = _strengths(len(value), 0, EXCHANGED, draw).view(-1, *[1] * (value.ndim - 1))
-    chosen = (torch.rand(value.shape, generator=draw) < share).to(value.device)
+def _mistyped(value: Tensor, tokens: Tokens, reserved: Tensor, weather: _Weather) -> Tensor:
+    share = weather.uniform([1] * (value.ndim - 1), high=EXCHANGED)
+    chosen = (weather.uniform(value.shape[1:]) < share).to(value.device)
+    others = (weather.uniform(value.shape[1:]) * tokens.size).to(value)
     for either in (value, others):
         chosen &= ~torch.isin(either, reserved.to(value.device))
     return torch.where(chosen, others, value)
 
 
-def _cut(mask: Tensor, kept: Tensor, draw: torch.Generator) -> Tensor:
+def _cut(mask: Tensor, kept: Tensor, weather: _Weather) -> Tensor:
     """Mask the end of every row, but for `kept` positions."""
     length = mask.sum(1, keepdim=True)
-    left = (length * _strengths(len(mask), TEXT, 1, draw).to(mask.device)).clamp(min=FEWEST)
+    left = (length * weather.uniform([1], TEXT).to(mask.device)).clamp(min=FEWEST)
     return torch.where((mask.cumsum(1) <= left) | kept, mask, torch.zeros_like(mask))
