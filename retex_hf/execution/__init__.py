@@ -5,6 +5,7 @@ from .choice import check_execution
 from .expert_cache import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
 from .joining import Joiner
 from .outputs import attach_routing, logits_of
+from .row_callbacks import RowCallback, announce, for_rows
 from .runner import ExpertRunner, call_method
 from .trunk_cost import trunk_cost
 from .trunk_replay import TrunkRecord, replays_cache
@@ -16,7 +17,9 @@ __all__ = [
     "Group",
     "Joiner",
     "Mixture",
+    "RowCallback",
     "TrunkRecord",
+    "announce",
     "as_active",
     "attach_routing",
     "beside_own",
@@ -24,6 +27,7 @@ __all__ = [
     "check_execution",
     "copy_with",
     "expert_bytes",
+    "for_rows",
     "is_plain",
     "logits_of",
     "parse_adapter_names",
