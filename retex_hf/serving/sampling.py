@@ -51,7 +51,8 @@ class Sampling:
         scores = scores.detach().cpu().double()
         likely = torch.softmax((scores - scores.max()) / self.temperature, dim=0)
         ordered, tokens = likely.sort(descending=True, stable=True)
-        kept = ordered.cumsum(0) - ordered < self.top_p  # the first always is
+        kept = ordered.cumsum(0) - ordered < self.top_p
+        kept[0] = True  # also at top_p 0
         if self.top_k is not None:
             kept[self.top_k :] = False
         chosen = torch.where(kept, ordered, 0)
