@@ -72,12 +72,13 @@ class Fields:
         """Accept a field whose value changes nothing; refuse other values, which are not supported."""
         value, allowed = self.take(name), list(allowed)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-            shown = " or ".join(brief(one) for one in allowed)
-            expected = f"only {shown} is" if allowed else "it is not"
+            which = f": only {' or '.join(brief(one) for one in allowed)} is" if allowed else ""
             raise ApiError(
-                400, f"{name}={brief(value, MOST_STRING)} is not supported here: {expected}.", param=name,
+                400,
+                f"{name}={brief(value, MOST_STRING)} is not supported here{which}.",
+                param=name,
                 code="unsupported_parameter",
-            )  # fmt: skip
+            )
 
     def finish(self) -> None:
         """Refuse fields that nobody has read."""

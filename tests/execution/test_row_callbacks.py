@@ -66,9 +66,7 @@ def test_rows_are_followed_and_end_each_for_itself(execution):
     model, inputs = case(execution)
     whole = model.generate(**inputs, do_sample=False, max_new_tokens=5, eos_token_id=[], task=MIXED)
     record = Record()
-    model.generate(
-        **inputs, do_sample=False, max_new_tokens=5, eos_token_id=[], task=MIXED, stopping_criteria=[record]
-    )
+    model.generate(**inputs, do_sample=False, max_new_tokens=5, eos_token_id=[], task=MIXED, stopping_criteria=[record])
     assert record.texts() == [row[8 : 8 + length].tolist() for row, length in zip(whole, LENGTHS, strict=True)]
     assert [routing.tasks for routing in record.routings] == [MIXED]
     # Rows of a group run until its longest one ends, and no longer.
@@ -112,8 +110,6 @@ def test_rows_begin_anew_if_one_pass_is_given_up(monkeypatch):
 
     monkeypatch.setattr(MixedModel, "run", fail)
     record = Record()
-    model.generate(
-        **inputs, do_sample=False, max_new_tokens=5, eos_token_id=[], task=MIXED, stopping_criteria=[record]
-    )
+    model.generate(**inputs, do_sample=False, max_new_tokens=5, eos_token_id=[], task=MIXED, stopping_criteria=[record])
     assert failed == [True]
     assert record.texts() == [row[8 : 8 + length].tolist() for row, length in zip(whole, LENGTHS, strict=True)]
