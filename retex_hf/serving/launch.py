@@ -23,12 +23,13 @@ def serve(artifact: str, options: ServeOptions, engine: Choice = "auto") -> int:
     if engine == "vllm" or (engine == "auto" and missing is None):
         return _vllm(artifact, options)
     try:
-        from .logs import log
+        from .logs import log, log_to_stderr
         from .server import serve as serve_embedded
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "prometheus_client"):
             raise
         raise RetexError('The endpoint needs uvicorn and prometheus_client: pip install "retex-hf[serve]".') from error
+    log_to_stderr()
     if engine == "auto":
         log("engine", engine="embedded", reason=missing)
     return serve_embedded(artifact, options)

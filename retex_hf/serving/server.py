@@ -14,7 +14,7 @@ import uvicorn
 from ..errors import ConfigError
 from .app import App
 from .errors import ApiError
-from .logs import log, log_to_stderr
+from .logs import log
 from .options import ServeOptions
 from .service import Service
 
@@ -77,7 +77,6 @@ def make_server(service: Service) -> Server:
 
 def serve(artifact: str | Path, options: ServeOptions) -> int:
     """Serve an artifact until SIGTERM or SIGINT; return the exit code."""
-    log_to_stderr()
     service = Service(artifact, options)
     server = make_server(service)
     try:
