@@ -13,22 +13,26 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import unquote
 
+from PIL.Image import Image
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from .budget import Budget
 from .calls import Call
 from .engine import CLASSIFIES, EMBEDS, GENERATES, Engine
 from .errors import ApiError, too_many
 from .fields import parse_body
-from .http import Disconnected, Receive, Reply, Scope, Send, header, read_body, unless_disconnected
+from .http import Disconnected, Receive, Reply, Scope, Send, announced_bytes, header, read_body, unless_disconnected
 from .logs import log
-from .requests import GenerationRequest, read_chat, read_completion, read_inputs
+from .requests import MOST_PIXELS, GenerationRequest, read_chat, read_completion, read_inputs
 from .responses import Completion, classified, embedded, headers_of, model_entry, model_list, usage
 from .rows import Decision, Done, Row
 from .service import Service
 from .streaming import stream
 
-MODELS = "/v1/models"
+MODELS, RELOAD = "/v1/models", "/admin/reload"
 OPEN_PATHS = frozenset({"/health"})
+# Bodies and images of the largest size that are held at a time; smaller ones are more.
+MOST_BODIES = 16
 NOBODY_LEFT = 499  # nginx's status for a client that went away
 
 
@@ -62,6 +66,8 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service, self.options, self.metrics = service, service.options, service.metrics
         self._open = 0
+        self._bytes = Budget(MOST_BODIES * self.options.max_bytes, "bytes")
+        self._pixels = Budget(MOST_BODIES * MOST_PIXELS, "pixels")
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
@@ -70,7 +76,7 @@ class App:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/embeddings": ("POST", self._embeddings),
             "/classify": ("POST", self._classify),
-            "/admin/reload": ("POST", self._reload),
+            RELOAD: ("POST", self._reload),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,9 +120,12 @@ class App:
         try:
             handler = self._admit(scope)
             async with asyncio.timeout(self.options.timeout):
-                if scope["method"] == "POST" and scope["path"] != "/admin/reload":
+                if scope["method"] == "GET" or scope["path"] == RELOAD:
+                    await unless_disconnected(receive, handler(exchange))
+                    return
+                with self._bytes.take(announced_bytes(scope, self.options.max_bytes)):
                     exchange.body = await read_body(scope, receive, self.options.max_bytes)
-                await unless_disconnected(receive, handler(exchange))
+                    await unless_disconnected(receive, handler(exchange))
         except ApiError as error:
             exchange.noted["refused"] = error.code or "invalid_request"
             await exchange.reply.error(error)
@@ -204,7 +213,8 @@ class App:
             # Decoding images and counting tokens take a while: not in the loop.
             request = await asyncio.to_thread(read_inputs, fields, options, engine.kind, vectors=does == EMBEDS)
             rows = await asyncio.to_thread(engine.input_rows, request)
-            with Call(rows, engine.batcher, self.metrics) as call:
+            pixels = sum(value.width * value.height for value in request.values if isinstance(value, Image))
+            with self._pixels.take(pixels), Call(rows, engine.batcher, self.metrics) as call:
                 answers = await call.answers()
         decisions = [answer.decision for answer in answers]
         exchange.note(request.model, rows, decisions)

@@ -117,7 +117,10 @@ class Batcher:
             self._changed.notify_all()
 
     def _run_safely(self, batch: list[Row]) -> None:
-        """Run a batch. If it fails, run its rows one by one, so that a row that cannot run fails alone."""
+        """Run a batch. If it fails, run its rows one by one, so that a row that cannot run fails alone.
+
+        A row whose text has been reported in part cannot begin again: it fails too.
+        """
         self._metrics.batch_rows.observe(len(batch))
         try:
             self._run(batch)
@@ -125,12 +128,11 @@ class Batcher:
             assert not left, "a batch ended without answering all of its rows"
         except Exception as error:  # of any library: a request must get an answer
             left = [row for row in batch if not row.finished and not row.cancelled]
-            if len(batch) == 1:
-                for row in left:
-                    row.send(Failed(error))
-                return
             for row in left:
-                self._run_safely([row])
+                if len(batch) == 1 or row.begun:
+                    row.send(Failed(error))
+                else:
+                    self._run_safely([row])
 
     def _next(self) -> list[Row] | None:
         """Wait for the next batch and take it; None after the last one."""

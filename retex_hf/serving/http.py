@@ -26,15 +26,22 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key.lower() == name), None)
 
 
+def announced_bytes(scope: Scope, most: int) -> int:
+    """Return the size of a request's body, by its header; `most` if it does not say. Refuse a larger one."""
+    length = header(scope, b"content-length")
+    if length is None:
+        return most
+    if len(length) > 18 or not length.isdigit() or int(length) > most:
+        raise _too_large(most)
+    return int(length)
+
+
 async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
     """Return the JSON body of a request of at most `most` bytes."""
     kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if kind != JSON.encode():
         # A page in a browser can post other types to any address of this machine without asking.
         raise ApiError(415, f"The content type must be {JSON}.", code="content_type")
-    length = header(scope, b"content-length") or b"0"
-    if len(length) > 18 or not length.isdigit() or int(length) > most:
-        raise _too_large(most)
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):

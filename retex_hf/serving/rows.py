@@ -86,6 +86,13 @@ class Row:
         size: Most tokens that the row takes in a batch.
         tokens: Tokens of the input.
         truncated: Whether the model reads the beginning of the input only.
+        index: Place in the request.
+        listener: Takes the row's events.
+        arrived: When the row was put into the queue.
+        cancelled: Whether nobody waits for the answer any more.
+        finished: Whether it has an answer, or failed.
+        routed: Whether its task was reported.
+        begun: Whether some of its text was reported, so that it cannot run again.
     """
 
     value: Any
@@ -99,11 +106,15 @@ class Row:
     arrived: float = field(default_factory=monotonic)
     cancelled: bool = False
     finished: bool = False
+    routed: bool = False
+    begun: bool = False
 
     def send(self, event: Event) -> None:
-        """Report to the request; nothing follows an answer or a failure."""
-        if self.finished:
+        """Report to the request, its task once; nothing follows an answer or a failure."""
+        if self.finished or (self.routed and isinstance(event, Routed)):
             return
+        self.routed |= isinstance(event, Routed)
+        self.begun |= isinstance(event, Text)
         self.finished = isinstance(event, (Done, Failed))
         if self.listener is not None and not self.cancelled:
             self.listener(self, event)

@@ -45,8 +45,9 @@ class Sampling:
 
         >>> import torch
         >>> from retex_hf.serving.sampling import Sampling
-        >>> Sampling(temperature=1.0, top_p=0.6).probabilities(torch.tensor([0.5, 0.25, 0.25]).log()).tolist()
-        [0.6666666666666666, 0.3333333333333333, 0.0]
+        >>> scores = torch.tensor([0.5, 0.25, 0.25]).log()
+        >>> Sampling(temperature=1.0, top_p=0.6).probabilities(scores).round(decimals=4).tolist()
+        [0.6667, 0.3333, 0.0]
         """
         scores = scores.detach().cpu().double()
         likely = torch.softmax((scores - scores.max()) / self.temperature, dim=0)

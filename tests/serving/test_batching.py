@@ -13,7 +13,7 @@ from retex_hf.serving import batching
 from retex_hf.serving.batching import Batcher
 from retex_hf.serving.errors import ApiError
 from retex_hf.serving.metrics import Metrics
-from retex_hf.serving.rows import Decision, Done, Event, Failed, Row
+from retex_hf.serving.rows import Decision, Done, Event, Failed, Routed, Row, Text
 from retex_hf.serving.turns import Turns
 
 
@@ -136,6 +136,21 @@ def test_a_row_that_cannot_run_fails_alone():
     assert trial.finish() == [[0, "bad", 2], [0], ["bad"], [2]]
     answers = {value: type(event) for value, event in trial.events}
     assert answers == {0: Done, "bad": Failed, 2: Done}
+
+
+def test_a_row_whose_text_has_begun_fails_with_its_batch():
+    def run(rows: list[Row]) -> None:
+        for row in rows:
+            row.send(Routed(Decision("a")))
+        rows[0].send(Text("once"))
+        if len(rows) > 1:
+            raise ValueError("out of memory")
+
+    trial = Trial(run)
+    trial.submit(trial.row(0), trial.row(1))
+    assert trial.finish() == [[0, 1], [1]]
+    kinds = [(value, type(event)) for value, event in trial.events]
+    assert kinds == [(0, Routed), (1, Routed), (0, Text), (0, Failed), (1, Text), (1, Done)]
 
 
 def test_closing_finishes_what_waits_and_refuses_what_comes():

@@ -23,6 +23,7 @@ from served_models import Endpoint, classifier, llama, served, texts
 from signed import make_tokenizer
 
 from retex_hf import ConfigError, RetexModel
+from retex_hf.serving import app
 from retex_hf.serving.logs import JsonLines
 from retex_hf.serving.options import ServeOptions
 from retex_hf.serving.server import make_server
@@ -138,6 +139,20 @@ def test_more_open_requests_than_allowed_are_refused_before_they_are_read(classi
         assert endpoint.http.get("/health").status_code == 200
         go.set()
         assert [one.result().status_code for one in open_ones] == [200, 200]
+
+
+def test_large_bodies_are_refused_while_many_are_held(classifier_folder, monkeypatch):
+    monkeypatch.setattr(app, "MOST_BODIES", 1)
+    with served(classifier_folder, max_bytes=1000, max_wait_ms=0) as endpoint, ThreadPoolExecutor(2) as pool:
+        with held(endpoint) as (go, begun):
+            large = pool.submit(classify, endpoint, "rose " * 150)
+            until(lambda: begun)
+            refused = classify(endpoint, "wine " * 150)
+            assert refused.status_code == 429 and "of 1000 bytes already" in refused.json()["error"]["message"]
+            small = pool.submit(classify, endpoint, "wine")
+            go.set()
+            assert (large.result().status_code, small.result().status_code) == (200, 200)
+        assert classify(endpoint, "wine " * 150).status_code == 200
 
 
 def test_a_request_that_takes_too_long_is_given_up(classifier_folder):
