@@ -38,11 +38,11 @@ def main() -> None:
     experts = accuracies(study, Individual(), "known")
     config = study.config(storage=arguments.storage)
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
-    rows = [
-        row
-        for count in arguments.references
-        for row in tqdm(lines(study, model, experts, count), desc=f"{count} references", unit="model")
-    ]
+    rows = []
+    for count in arguments.references:
+        for row in tqdm(lines(study, model, experts, count), desc=f"{count} references", unit="model"):
+            tqdm.write(str(row))
+            rows.append(row)
     results = {"recipe": recipe.to_dict(), "storage": arguments.storage, "rows": rows}
     write(arguments.work_dir, "trunk", results, markdown_table(COLUMNS, [list(row.values()) for row in rows]), None)
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "sign": ("sign", "SignOptions", "fit the signatures that tell tasks apart, from data files or datasets"),
     "eval": ("evaluate", "EvalOptions", "measure accuracy and identification on a mixed stream of all tasks"),
     "predict": ("predict", "PredictOptions", "answer texts or images, each by its own expert"),
+    "serve": ("serve", "ServeOptions", "serve an artifact over HTTP: one OpenAI-compatible endpoint that routes"),
     "inspect": ("inspect", "InspectOptions", "tasks, ranks, storage, spectra and provenance of an artifact"),
     "verify": ("verify", "VerifyOptions", "check every file and tensor of an artifact, without loading it"),
     "export": ("export", "ExportOptions", "write one task as a plain checkpoint or as a LoRA adapter"),

@@ -14,9 +14,8 @@ from ..utils.atomic_folder import check_target
 from ..utils.paths import as_path
 from ..utils.terminal import as_json, say
 from ..workflows.evaluation import evaluate_model, sample_rows
-from ..workflows.predictor import PROMPT, Predictor, preprocessor_of
+from ..workflows.predictor import PROMPT, Predictor, preprocessor_of, read_classes
 from .options import POSITIONAL, DeviceOptions
-from .reading import read_classes
 
 
 @dataclasses.dataclass

@@ -16,9 +16,9 @@ from ..model.retex_model import RetexModel
 from ..utils.progress import track
 from ..utils.tables import Table
 from ..utils.terminal import as_json, say
-from ..workflows.predictor import PROMPT, Answer, Predictor, preprocessor_of
+from ..workflows.predictor import PROMPT, Answer, Predictor, preprocessor_of, read_classes
 from .options import POSITIONAL, DeviceOptions
-from .reading import STANDARD_INPUT, Input, as_input, read_classes, read_inputs
+from .reading import STANDARD_INPUT, Input, as_input, read_inputs
 
 SHOWN_LENGTH = 60
 MOST_ROWS = 65_536  # per batch: a batch is read whole before it runs

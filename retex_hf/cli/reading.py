@@ -1,4 +1,4 @@
-"""Reading of files that commands take: inputs to answer, and names of classes."""
+"""Reading of files that commands take: inputs to answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..data.datasets import IMAGE_SUFFIXES, read_line
 from ..errors import InputError
 from ..utils.images import read_image
 from ..utils.paths import as_path
-from ..utils.strict_files import parse_json, read_json
+from ..utils.strict_files import parse_json
 
 STANDARD_INPUT = "-"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it before a text
@@ -104,16 +104,3 @@ def _image(path: Path, kind: str) -> Input:
     if kind != "image":
         raise InputError(f"{path} is an image, but the model takes texts.")
     return Input(str(path), read_image(path, str(path)))
-
-
-def read_classes(path: Path | None) -> dict[str, list[str]] | None:
-    """Read the classes of each task from a JSON file, `{task: [names]}`."""
-    if path is None:
-        return None
-    values = read_json(as_path(path, InputError), InputError, kind=None)
-    named = isinstance(values, dict) and all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in values.values()
-    )
-    if not named:
-        raise InputError(f"{path} must hold the classes of each task, {{task: [names]}}.")
-    return values

@@ -5,6 +5,7 @@ from .choice import check_execution
 from .expert_cache import ExpertCache, beside_own, copy_with, expert_bytes, is_plain, recover_tensors
 from .joining import Joiner
 from .outputs import attach_routing, logits_of
+from .row_callbacks import RowCallback, announce, for_rows
 from .runner import ExpertRunner, call_method, forward_inputs
 from .trunk_replay import SharedTrunk, TrunkRecord, replaying, replays_cache
 
@@ -15,8 +16,10 @@ __all__ = [
     "Group",
     "Joiner",
     "Mixture",
+    "RowCallback",
     "SharedTrunk",
     "TrunkRecord",
+    "announce",
     "as_active",
     "attach_routing",
     "beside_own",
@@ -24,6 +27,7 @@ __all__ = [
     "check_execution",
     "copy_with",
     "expert_bytes",
+    "for_rows",
     "forward_inputs",
     "is_plain",
     "logits_of",

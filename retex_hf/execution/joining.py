@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..rows import Along, AlongItems, Entries, Place, Proof, Reading, Shared, entries_of
 from ..utils.records import is_record, rebuilt, record_fields
+from .row_callbacks import CALLED_WITH_ROWS, RowCallback
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,6 @@ INSEPARABLE = (
 )  # fmt: skip
 # Settings of `generate` for assisted decoding, which works on one row only, as `assistant_model` does.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# Arguments of `generate` that are called with the rows of one group, numbered within that group.
-CALLED_WITH_ROWS = ("logits_processor", "stopping_criteria")
 # Classes of transformers among them that hold state per row.
 OF_ROWS = frozenset(
     {"PrefixConstrainedLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor",
@@ -56,6 +55,8 @@ def check_separable(kwargs: Mapping[str, Any], groups: int, option: Callable[[st
     for name in CALLED_WITH_ROWS:
         for entry in kwargs.get(name) or ():
             kind = type(entry)
+            if isinstance(entry, RowCallback):
+                continue
             if not kind.__module__.startswith("transformers.") or kind.__name__ in OF_ROWS:
                 raise InputError(
                     f"{name!r} holds a {kind.__name__}, which may tell rows apart by their places in the batch, and "

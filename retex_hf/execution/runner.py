@@ -26,6 +26,7 @@ from .items import NoticedItems
 from .joining import Joiner, check_separable
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
 from .outputs import logits_of
+from .row_callbacks import for_rows
 from .trunk_replay import SharedTrunk, TrunkRecord, install_replay, replaying
 from .vocabulary_rows import rows_beyond, tokens_of, with_all_rows, with_own_rows
 
@@ -202,7 +203,7 @@ class ExpertRunner:
         def call(run: Callable[..., Any], rows: Tensor) -> Any:
             """Call `run` with some of the rows; skip splitting if there is only one group."""
             alone = len(groups) == 1
-            taken = kwargs if alone else splitter.take(kwargs, rows)
+            taken = for_rows(kwargs if alone else splitter.take(kwargs, rows), rows)
             return replaying(record, None if alone else rows, lambda: run(method, taken))
 
         parts = None if one_pass is None else self._run_mixed(one_pass, groups, call)

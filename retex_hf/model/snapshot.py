@@ -23,8 +23,10 @@ from ..execution import (
     Mixture,
     SharedTrunk,
     TrunkRecord,
+    announce,
     attach_routing,
     call_method,
+    for_rows,
     parse_adapter_names,
     parse_task,
     task_index,
@@ -157,7 +159,7 @@ class Snapshot:
         task = self.active if task is None and names is None and recovered else task
         if task is None and names is None and not recovered:
             self._require_merged_tokens(kwargs)
-            return attach_routing(call_method(self.parts.model, method, kwargs), None)
+            return attach_routing(call_method(self.parts.model, method, for_rows(kwargs, None)), None)
         runner, unnamed = self.runner(), task is None and names is None
         if unnamed and TEXT_ENTRY_POINT.match(method) and runner.library.is_dual_encoder(self.parts.model):
             self._require_shared_text_tower(method)
@@ -179,6 +181,7 @@ class Snapshot:
             assignment, routing = self._named(task, names, rows)
         if self.parts.config.labels:
             routing.num_labels = [runner.num_labels(index) for index in assignment.task_ids.tolist()]
+        announce(kwargs, routing)
         # One named task gives that expert's own output; a routed batch has the same width for any tasks.
         widen = not isinstance(task, str)
         output = runner.run(method, kwargs, assignment, recovered=recovered, widen=widen, record=record)

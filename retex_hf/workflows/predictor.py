@@ -14,13 +14,18 @@ from transformers import PreTrainedModel
 from ..artifact.preprocess import Preprocessor, load_preprocessor
 from ..artifact.recipe_record import RecipeRecord
 from ..backends import library_of, openclip
-from ..data.labels import best_label
+from ..data.labels import best_label, label_scores
 from ..data.readout import Classifier, Generator, Readout, ZeroShot
 from ..errors import ConfigError, InputError
 from ..model.retex_model import RetexModel
 from ..routing import Routing
 from ..utils.devices import as_model_takes
+from ..utils.paths import as_path
+from ..utils.strict_files import read_json
 
+# Label or text of a row, its score, and the scores of all classes.
+Reading = tuple[str | None, float | None, tuple[float, ...] | None]
+NOTHING: Reading = (None, None, None)
 CLASSIFIER, GENERATOR, ZERO_SHOT, FEATURES = "classifier", "generator", "zero-shot", "features"
 PROMPT = "a photo of a {}."
 
@@ -31,7 +36,8 @@ class Answer:
 
     `answer` is a label or a generated text (None for models that give features only), `score` the label's probability.
     `residuals` and `probabilities` are per task, where the task was identified from the input. `far` tells whether the
-    input is out-of-distribution, where the routing asks for it.
+    input is out-of-distribution, where the routing asks for it. `scores` are those of all classes, in the order of the
+    task's head.
     """
 
     task: str
@@ -40,6 +46,7 @@ class Answer:
     residuals: dict[str, float] | None
     probabilities: dict[str, float] | None
     far: bool | None = None
+    scores: tuple[float, ...] | None = None
 
 
 class Predictor:
@@ -137,6 +144,12 @@ class Predictor:
         return self._run(inputs, tasks, merged=True)
 
     @torch.no_grad()
+    def identified(self, inputs: Sequence[Any]) -> list[Answer]:
+        """Identify the task of every input, and answer nothing else."""
+        routing = self.model.identify(**self.batch(inputs))
+        return self._answers(routing.tasks, [NOTHING] * len(routing.tasks), routing)
+
+    @torch.no_grad()
     def _run(self, inputs: Sequence[Any], task: str | Sequence[str] | None, merged: bool) -> list[Answer]:
         inputs = list(inputs)
         if isinstance(task, str):
@@ -176,7 +189,7 @@ class Predictor:
         answers = [by_row[row] for row in range(len(inputs))]
         if routing is None:
             return answers
-        read = [(answer.answer, answer.score) for answer in answers]
+        read = [(answer.answer, answer.score, answer.scores) for answer in answers]
         return self._answers(tasks, read, routing)
 
     def _answer_batch(
@@ -188,7 +201,7 @@ class Predictor:
             if tasks is None:
                 routing = model.identify(**batch)
                 tasks = routing.tasks
-            return self._answers(tasks, [(None, None)] * len(tasks), routing)
+            return self._answers(tasks, [NOTHING] * len(tasks), routing)
         if merged:
             assert tasks is not None  # `merged` is called with them
             with model.disable_adapter():
@@ -199,19 +212,18 @@ class Predictor:
         chosen = output.routing.tasks
         return self._answers(chosen, self._read(output, chosen, readout), output.routing if tasks is None else None)
 
-    def _read(self, output: Any, tasks: Sequence[str], readout: Readout) -> list[tuple[str | None, float | None]]:
-        """Return label or text of every row, and its score."""
+    def _read(self, output: Any, tasks: Sequence[str], readout: Readout) -> list[Reading]:
+        """Return label or text of every row, and its scores."""
         if self.kind == CLASSIFIER:
             labels = self.model.retex_config.labels
-            return [best_label(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
+            rows = [(row, labels[task]) for row, task in zip(output.logits, tasks, strict=True)]
+            return [(*best_label(row, of), tuple(label_scores(row, of).tolist())) for row, of in rows]
         answers = readout.answers(output, tasks)
         if self.kind == GENERATOR:
-            return [(str(answer), None) for answer in answers]
-        return [(self.classes[task][int(answer)], None) for answer, task in zip(answers, tasks, strict=True)]
+            return [(str(answer), None, None) for answer in answers]
+        return [(self.classes[task][int(answer)], None, None) for answer, task in zip(answers, tasks, strict=True)]
 
-    def _answers(
-        self, tasks: Sequence[str], read: Sequence[tuple[str | None, float | None]], routing: Routing | None
-    ) -> list[Answer]:
+    def _answers(self, tasks: Sequence[str], read: Sequence[Reading], routing: Routing | None) -> list[Answer]:
         def by_task(table: Tensor | None) -> Sequence[dict[str, float] | None]:
             if table is None:  # where the task is given
                 return [None] * len(tasks)
@@ -222,7 +234,10 @@ class Predictor:
         abstained = None if routing is None else routing.abstained
         far = [None] * len(tasks) if abstained is None else abstained.tolist()
         rows = zip(tasks, read, residuals, probabilities, far, strict=True)
-        return [Answer(task, answer, score, near, likely, away) for task, (answer, score), near, likely, away in rows]
+        return [
+            Answer(task, answer, score, near, likely, away, scores)
+            for task, (answer, score, scores), near, likely, away in rows
+        ]
 
     def batch(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Make a batch of raw inputs on the model's device."""
@@ -279,3 +294,16 @@ def answer_kind(model: RetexModel, has_classes: bool) -> str:
         return ZERO_SHOT if has_classes else FEATURES
     generates = isinstance(model.model, PreTrainedModel) and model.model.can_generate()
     return GENERATOR if generates else FEATURES
+
+
+def read_classes(path: Path | None) -> dict[str, list[str]] | None:
+    """Read the classes of each task from a JSON file, `{task: [names]}`."""
+    if path is None:
+        return None
+    values = read_json(as_path(path, InputError), InputError, kind=None)
+    named = isinstance(values, dict) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in values.values()
+    )
+    if not named:
+        raise InputError(f"{path} must hold the classes of each task, {{task: [names]}}.")
+    return values

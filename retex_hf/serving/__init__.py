@@ -1,0 +1,5 @@
+"""Serving of an artifact over HTTP, in OpenAI's shapes. Needs uvicorn: `pip install "retex-hf[serve]"`."""
+
+from .options import ServeOptions
+
+__all__ = ["ServeOptions"]
