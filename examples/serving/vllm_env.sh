@@ -26,5 +26,9 @@ mkdir -p "$stub"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$stub/METADATA"
 printf 'vllm_env.sh\n' > "$stub/INSTALLER"
 printf '%s/METADATA,,\n%s/INSTALLER,,\n%s/RECORD,,\n' "${stub##*/}" "${stub##*/}" "${stub##*/}" > "$stub/RECORD"
-"$target/bin/pip" install --quiet --no-deps "$repository"
+# From a copy: building a wheel leaves folders behind.
+source=$(mktemp -d)
+trap 'rm -rf "$source"' EXIT
+cp -r "$repository"/{pyproject.toml,README.md,LICENSE,retex_hf} "$source"
+"$target/bin/pip" install --quiet --no-deps "$source"
 "$target/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'

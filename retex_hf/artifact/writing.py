@@ -30,7 +30,6 @@ from .reading import recorded_side_files
 from .schema import (
     EVALUATION_NAME,
     FOREIGN_MODELS,
-    FORMAT_VERSION,
     HEADS,
     OWN_FILES,
     PRETRAINED,
@@ -45,8 +44,8 @@ from .schema import (
     head_key,
     read_description,
     read_manifest,
-    seal,
 )
+from .sealing import FORMAT_VERSION, seal
 from .state import RetexParts
 
 # Files that a save replaces; this removes tokenizers of deleted tasks.
@@ -247,16 +246,8 @@ def _write_description(
     section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
     if parts.signatures is not None:
         signatures = parts.signatures
-        section["signatures"] = {"feature_layer": signatures.feature_layer}
-        if isinstance(signatures, Signatures):
-            section["signatures"] |= {
-                "layers": list(signatures.space.layers),
-                "rank": signatures.basis.shape[1],
-                "width": signatures.mean.shape[1],
-                "held_out": signatures.held_out.shape[1],
-                "common": len(signatures.space.common),
-                "temperature": signatures.temperature,
-            }
+        description = signatures.description if isinstance(signatures, Signatures) else {}
+        section["signatures"] = {"feature_layer": signatures.feature_layer, **description}
         _save(signatures.tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")

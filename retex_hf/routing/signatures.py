@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import RetexError
+from ..utils.strict_files import is_count
 from .feature_space import FeatureSpace
 
 # Folds of the references, of which one is held out at a time.
@@ -71,6 +73,26 @@ class Signatures:
         return {**own, "scale": self.space.scale, "common": self.space.common}
 
     @property
+    def description(self) -> dict[str, Any]:
+        """Return what `stored_shapes` needs to know of the tensors, for a JSON file."""
+        return {
+            "feature_layer": self.feature_layer,
+            "layers": list(self.space.layers),
+            "rank": self.basis.shape[1],
+            "width": self.mean.shape[1],
+            "held_out": self.held_out.shape[1],
+            "common": len(self.space.common),
+            "temperature": self.temperature,
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> Signatures:
+        """Return stored signatures; the tensors must have the shapes that `stored_shapes` returns."""
+        space = FeatureSpace(tuple(description["layers"]), tensors["scale"], tensors["common"])
+        mean, basis, held_out = (tensors[name] for name in ("mean", "basis", "held_out"))
+        return cls(mean, basis, held_out, space, float(description["temperature"]))
+
+    @property
     def feature_layer(self) -> str:
         """Return the last layer that features are read from."""
         return self.space.layers[-1]
@@ -110,6 +132,31 @@ class Signatures:
         """Return the signatures without one task."""
         kept = torch.arange(len(self.mean)) != task
         return replace(self, mean=self.mean[kept], basis=self.basis[kept], held_out=self.held_out[kept])
+
+
+def stored_shapes(description: Any, tasks: int) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of stored signatures by their untrusted description; None where that is not valid."""
+    if not isinstance(description, Mapping):
+        return None
+    sizes: list[Any] = [description.get(key) for key in ("rank", "width", "held_out", "common")]
+    layers: Any = description.get("layers")
+    temperature: Any = description.get("temperature")
+    valid = (
+        all(is_count(size) for size in sizes)
+        and isinstance(layers, list) and all(isinstance(one, str) for one in layers)
+        and layers[-1:] == [description.get("feature_layer")]
+        and isinstance(temperature, (int, float)) and 0 < temperature < math.inf
+    )  # fmt: skip
+    if not valid:
+        return None
+    rank, width, held_out, common = sizes
+    return {
+        "mean": (tasks, width),
+        "basis": (tasks, rank, width),
+        "held_out": (tasks, held_out),
+        "scale": (len(layers),),
+        "common": (common, width if common else 0),
+    }
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Serving of an artifact over HTTP, in OpenAI's shapes."""
