@@ -96,10 +96,11 @@ def make_small(kind: str, folder: Path) -> dict[str, list[str]]:
     experts = {}
     for seed, task in enumerate(TASKS, start=1):
         noise = torch.Generator().manual_seed(seed)
-        tensors = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-        for tensor in tensors.values():
+        expert = make_network(kind)
+        expert.load_state_dict(base.state_dict())
+        for tensor in expert.parameters():
             tensor += 0.3 * tensor.std() * torch.randn(tensor.shape, generator=noise)
-        experts[task] = tensors
+        experts[task] = expert
     config = RetexConfig(rank=16, exclude=UNSERVED, routing={"method": "hard", "far": "merged"})
     model = RetexModel.from_experts(base, experts, config, progress=False)
     sign_and_save(model, tokenizer, {task: texts_of(task, 64, 0) for task in TASKS}, folder)
