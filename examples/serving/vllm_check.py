@@ -52,13 +52,7 @@ SMALL = {
     "OMP_NUM_THREADS": "1",
     "RETEX_VLLM_ARGS": "--enforce-eager --max-model-len 256",
 }
-LAUNCH = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from retex_hf.serving.vllm.launch import serve
-sys.exit(serve(Path(sys.argv[1]), SimpleNamespace(host="127.0.0.1", port=int(sys.argv[2]), api_key=None)))
-"""
+LAUNCH = Path(__file__).resolve().parent / "docker" / "serve.py"
 
 
 # ---- artifacts -------------------------------------------------------------------------------------------------------
@@ -136,11 +130,15 @@ def sign_and_save(model: RetexModel, tokenizer: Any, texts: dict[str, list[str]]
 
 
 @contextmanager
-def served(environment: Path, artifact: Path, port: int, log: Path, patience: float = 900) -> Iterator[str]:
-    """Run `vllm serve` on an artifact; yield its address once it answers."""
-    command = [str(environment / "bin" / "python"), "-c", LAUNCH, str(artifact), str(port)]
+def served(
+    environment: Path, artifact: Path, log: Path, port: int, processes: int, patience: float = 900
+) -> Iterator[str]:
+    """Run `vllm serve` on an artifact, with some API server processes; yield its address once it answers."""
+    command = [str(environment / "bin" / "python"), str(LAUNCH), str(artifact)]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **SMALL})
+        more = f"{SMALL['RETEX_VLLM_ARGS']} --api-server-count {processes}"
+        settings = {**os.environ, **SMALL, "RETEX_VLLM_ARGS": more, "PORT": str(port)}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=settings)
     try:
         address, until = f"http://127.0.0.1:{port}", time.monotonic() + patience
         while not answers(f"{address}/health"):
@@ -261,12 +259,13 @@ def ways(asked: Asked, expected: Expected, prompts: list[str]) -> Iterator[tuple
     yield "completions that name merged", asked.completions(prompts[:6], "merged"), merged
 
 
-def compare(environment: Path, artifact: Path, prompts: dict[str, list[str]], port: int, log: Path) -> dict[str, Any]:
+def compare(artifact: Path, prompts: dict[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
     """Return, for each way of asking, how many answers were equal."""
+    log = args.work_dir / f"{artifact.name}.log"
     mixed = [prompt for row in zip(*prompts.values(), strict=True) for prompt in row]
     expected = Expected(artifact)
     result: dict[str, Any] = {}
-    with served(environment, artifact, port, log) as address:
+    with served(args.vllm, artifact, log, args.port, args.api_servers) as address:
         for way, found, wanted in ways(Asked(address, expected.end), expected, mixed):
             equal = sum(one[0] == other[0] for one, other in zip(found, wanted, strict=True))
             tasks = sum(one[1] == other[1] for one, other in zip(found, wanted, strict=True))
@@ -286,6 +285,7 @@ def main() -> None:
     parser.add_argument("--experts", nargs="*", default=[], metavar="TASK=FOLDER", help="for smollm2: the experts")
     parser.add_argument("--work-dir", type=Path, default=Path("retex-vllm"))
     parser.add_argument("--port", type=int, default=8331)
+    parser.add_argument("--api-servers", type=int, default=1, help="processes of the API server; each has a router")
     parser.add_argument("--output", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args()
     results = {}
@@ -297,7 +297,7 @@ def main() -> None:
         else:
             prompts = make_small(kind, folder)
         print(f"{kind}: {sum(map(len, prompts.values()))} prompts of {len(prompts)} tasks")
-        results[kind] = compare(args.vllm, folder, prompts, args.port, args.work_dir / f"{kind}.log")
+        results[kind] = compare(folder, prompts, args)
     if args.output:
         args.output.write_text(json.dumps(results, indent=2) + "\n")
     ways_asked = [way for result in results.values() for way in result.values() if isinstance(way, dict)]

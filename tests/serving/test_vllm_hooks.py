@@ -170,7 +170,7 @@ def test_refusals():
     for prompt in ({"prompt_embeds": 1}, {"prompt_token_ids": [1], "mm_placeholders": {"image": 1}}):
         with pytest.raises(InputError, match="text alone"):
             token_ids(prompt)
-    with pytest.raises(RetexError, match="SimpleNamespace has no '_maybe_get_adapters': .* written for 0.32"):
+    with pytest.raises(RetexError, match=r"SimpleNamespace has no '_maybe_get_adapters': .* written for 0.32"):
         hook_generation(SimpleNamespace(_is_model_supported=None), route)
 
 
