@@ -106,7 +106,7 @@ def make_smollm2(base: str, experts: dict[str, str], folder: Path) -> dict[str, 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     import causal
 
-    config = RetexConfig(exclude=[causal.EMBEDDINGS, *UNSERVED])
+    config = RetexConfig(rank=16, exclude=[causal.EMBEDDINGS, *UNSERVED])
     model = RetexModel.from_experts(base, experts, config, dtype="float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     rows = {task: causal.load_task(task).train_inputs for task in experts}

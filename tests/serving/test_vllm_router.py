@@ -17,7 +17,7 @@ from signed import make_tokenizer, references
 from retex_hf import RetexModel
 from retex_hf.errors import ArtifactError, InputError
 from retex_hf.serving.vllm.exported import read_exported
-from retex_hf.serving.vllm.launch import arguments, environment
+from retex_hf.serving.vllm.launch import arguments, environment, why_not
 from retex_hf.serving.vllm.micro_batches import MicroBatches
 from retex_hf.serving.vllm.router import Router, load_trunk
 
@@ -103,7 +103,9 @@ def test_refusals(tmp_path):
     saved_decoder(folder)
     with pytest.raises(ArtifactError, match=r"has no retex_vllm.json: run `retex export"):
         read_exported(folder)
+    assert "has no retex_vllm.json" in (why_not(folder) or "")
     RetexModel.from_pretrained(folder).export_vllm(folder)
+    assert why_not(folder) is None
     with pytest.raises(InputError, match="Prompt 1 has no tokens"):
         Router(read_exported(folder))([[4], []])
     for name in ("retex_vllm.json", "retex_signatures.safetensors", "retex_config.json"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ...artifact.export_files import AUTO, EXPORT_NAME, EXPORT_VERSION, MERGED, MODEL_INDEX, adapter_folder
 from ...artifact.schema import described_weights, read_description
@@ -23,6 +23,9 @@ from ...routing import Signatures
 from ...utils.atomic_folder import check_target
 from .lora import Adapter, LoraExport, make_adapter, write_adapter
 from .lora.vllm_support import embeddings_of, served_rank
+
+# Factors under peft's names, and whether they are applied first.
+FACTORS = {"lora_A.weight": True, "lora_B.weight": False, "lora_embedding_A": True, "lora_embedding_B": False}
 
 
 @dataclass(frozen=True)
@@ -93,25 +96,26 @@ def _check_model(parts: RetexParts) -> None:
         )
 
 
-def check_shapes(model: nn.Module, file: Path, heads: Any) -> None:
+def check_shapes(model: nn.Module, file: Path, heads: Mapping[str, Tensor]) -> None:
     """Refuse an adapter whose factors do not fit the model's weights: vLLM does not compare them."""
-    weights = model.state_dict()
+    weights = {**model.state_dict(), **heads}
     with safe_open(file, framework="pt") as tensors:
         for key in tensors.keys():  # noqa: SIM118  (not a dict)
-            name, shape = key.removeprefix(PREFIX), tuple(tensors.get_slice(key).get_shape())
-            expected = _expected_shape(name, shape, weights, heads)
+            shape = tuple(tensors.get_slice(key).get_shape())
+            expected = _expected_shape(key.removeprefix(PREFIX), shape, weights)
             if shape != expected:
                 raise ArtifactError(f"{file}: tensor {key!r} has shape {shape}, expected {expected}.")
 
 
-def _expected_shape(name: str, shape: tuple[int, ...], weights: Any, heads: Any) -> tuple[int, ...]:
-    for part, axis in (("lora_A.weight", 1), ("lora_B.weight", 0), ("lora_embedding_A", 1), ("lora_embedding_B", 0)):
+def _expected_shape(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+    """Return the shape that a tensor of an adapter must have, whatever its rank; None for one that fits nothing."""
+    for part, is_first in FACTORS.items():
         if name.endswith(f".{part}"):
             rows, columns = weights[f"{name.removesuffix(part)}weight"].shape
-            # An embedding's factors are those of its transpose.
-            size = (rows if axis else columns) if "embedding" in part else (columns if axis else rows)
-            return (shape[0], size) if axis else (size, shape[-1])
-    return tuple((heads.get(name, weights.get(name)) if name in weights else torch.empty(0)).shape)
+            if "embedding" in part:  # its factors are those of the transpose
+                rows, columns = columns, rows
+            return (shape[0], columns) if is_first else (rows, shape[-1])
+    return tuple(weights[name].shape) if name in weights else None
 
 
 def _index(artifact: Path) -> str:

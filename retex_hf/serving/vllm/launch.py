@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from ...artifact.export_files import MERGED
+from ...errors import RetexError
 from .exported import Exported, read_exported
 from .plugin import RetexPlugin
 
@@ -38,6 +39,15 @@ class Endpoint(Protocol):
     host: str
     port: int
     api_key: str | None
+
+
+def why_not(artifact: Path) -> str | None:
+    """Return why vLLM cannot serve an artifact, or None if it can."""
+    try:
+        read_exported(artifact)
+    except RetexError as error:
+        return str(error)
+    return None
 
 
 def serve(artifact: Path, options: Endpoint) -> int:
