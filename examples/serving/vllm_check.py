@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,14 @@ def texts_of(task: str, count: int, seed: int) -> list[str]:
     return [" ".join(f"{task}{draw.randrange(WORDS)}" for _ in range(draw.randint(3, 12))) for _ in range(count)]
 
 
+def small_prompts() -> dict[str, list[str]]:
+    """Return prompts of each task that are no references."""
+    return {task: texts_of(task, 12, 1) for task in TASKS}
+
+
 @torch.no_grad()
-def make_small(kind: str, folder: Path) -> dict[str, list[str]]:
-    """Save an artifact of random experts that differ in every matrix; return prompts of each task."""
+def make_small(kind: str, folder: Path) -> None:
+    """Save an artifact of random experts that differ in every matrix."""
     base, tokenizer = make_network(kind), make_tokenizer()
     for index in range(len(TASKS)):  # words of a task lie in a direction of their own
         rows = slice(4 + index * WORDS, 4 + (index + 1) * WORDS)
@@ -98,21 +103,23 @@ def make_small(kind: str, folder: Path) -> dict[str, list[str]]:
     config = RetexConfig(rank=16, exclude=UNSERVED, routing={"method": "hard", "far": "merged"})
     model = RetexModel.from_experts(base, experts, config, progress=False)
     sign_and_save(model, tokenizer, {task: texts_of(task, 64, 0) for task in TASKS}, folder)
-    return {task: texts_of(task, 12, 1) for task in TASKS}
 
 
-def make_smollm2(base: str, experts: dict[str, str], folder: Path) -> dict[str, list[str]]:
-    """Save an artifact of real experts; return prompts of each task from their validation rows."""
+def real_texts(tasks: Iterable[str]) -> dict[str, list[str]]:
+    """Return prompted texts of each task, as its expert was trained on."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     import causal
 
-    config = RetexConfig(rank=16, exclude=[causal.EMBEDDINGS, *UNSERVED])
+    rows = {task: causal.load_task(task).train_inputs for task in tasks}
+    return {task: [f"{text}{causal.CUE}" for text in of if len(text) < LONGEST_TEXT] for task, of in rows.items()}
+
+
+def make_smollm2(base: str, experts: dict[str, str], folder: Path) -> None:
+    """Save an artifact of real experts."""
+    config = RetexConfig(rank=16, exclude=["model.embed_tokens.weight", *UNSERVED])
     model = RetexModel.from_experts(base, experts, config, dtype="float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    rows = {task: causal.load_task(task).train_inputs for task in experts}
-    texts = {task: [f"{text}{causal.CUE}" for text in of if len(text) < LONGEST_TEXT] for task, of in rows.items()}
-    sign_and_save(model, tokenizer, {task: of[:64] for task, of in texts.items()}, folder)
-    return {task: of[64:70] for task, of in texts.items()}
+    sign_and_save(model, tokenizer, {task: of[:64] for task, of in real_texts(experts).items()}, folder)
 
 
 def sign_and_save(model: RetexModel, tokenizer: Any, texts: dict[str, list[str]], folder: Path) -> None:
@@ -131,7 +138,7 @@ def sign_and_save(model: RetexModel, tokenizer: Any, texts: dict[str, list[str]]
 
 @contextmanager
 def served(
-    environment: Path, artifact: Path, log: Path, port: int, processes: int, patience: float = 900
+    environment: Path, artifact: Path, log: Path, port: int, processes: int, patience: float = 3600
 ) -> Iterator[str]:
     """Run `vllm serve` on an artifact, with some API server processes; yield its address once it answers."""
     command = [str(environment / "bin" / "python"), str(LAUNCH), str(artifact)]
@@ -265,7 +272,12 @@ def compare(artifact: Path, prompts: dict[str, list[str]], args: argparse.Namesp
     mixed = [prompt for row in zip(*prompts.values(), strict=True) for prompt in row]
     expected = Expected(artifact)
     result: dict[str, Any] = {}
-    with served(args.vllm, artifact, log, args.port, args.api_servers) as address:
+    running = args.address is not None
+    with (
+        nullcontext(args.address)
+        if running
+        else served(args.vllm, artifact, log, args.port, args.api_servers) as address
+    ):
         for way, found, wanted in ways(Asked(address, expected.end), expected, mixed):
             equal = sum(one[0] == other[0] for one, other in zip(found, wanted, strict=True))
             tasks = sum(one[1] == other[1] for one, other in zip(found, wanted, strict=True))
@@ -279,7 +291,8 @@ def compare(artifact: Path, prompts: dict[str, list[str]], args: argparse.Namesp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the environment that vllm_env.sh made")
+    parser.add_argument("--vllm", type=Path, help="the environment that vllm_env.sh made")
+    parser.add_argument("--address", help="a server of the artifact that already runs, instead of --vllm")
     parser.add_argument("--model", choices=["llama", "qwen", "smollm2"], nargs="+", default=["llama", "qwen"])
     parser.add_argument("--base", help="for smollm2: folder of the base")
     parser.add_argument("--experts", nargs="*", default=[], metavar="TASK=FOLDER", help="for smollm2: the experts")
@@ -288,14 +301,16 @@ def main() -> None:
     parser.add_argument("--api-servers", type=int, default=1, help="processes of the API server; each has a router")
     parser.add_argument("--output", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args()
+    if args.vllm is None and args.address is None:
+        parser.error("--vllm names the environment in which the server is started")
     results = {}
     for kind in args.model:
         folder = args.work_dir / kind
-        if kind == "smollm2":
-            experts = dict(item.split("=", 1) for item in args.experts)
-            prompts = make_smollm2(args.base, experts, folder)
-        else:
-            prompts = make_small(kind, folder)
+        experts = dict(item.split("=", 1) for item in args.experts)
+        if not (folder / "retex_vllm.json").exists():  # else it is that of an earlier run
+            make_smollm2(args.base, experts, folder) if kind == "smollm2" else make_small(kind, folder)
+        real = {task: of[64:70] for task, of in real_texts(experts).items()} if kind == "smollm2" else {}
+        prompts = real or small_prompts()
         print(f"{kind}: {sum(map(len, prompts.values()))} prompts of {len(prompts)} tasks")
         results[kind] = compare(folder, prompts, args)
     if args.output:
