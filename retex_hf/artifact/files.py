@@ -18,6 +18,7 @@ from ..checkpoints.tokenizer_files import is_side_file
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, CheckpointError
 from ..utils.progress import track
+from .export_files import is_export_file
 
 WEIGHTS = ".safetensors"
 
@@ -53,7 +54,9 @@ class ArtifactFiles(FolderFiles):
         if not keep:
             manifest.check(folder, weights)
             return cls(folder, verified)
-        return cls(folder, verified, dict(_read_weights(folder, weights)))
+        # Adapters are for other programs.
+        own_weights = {name: found for name, found in weights.items() if not is_export_file(name)}
+        return cls(folder, verified, dict(_read_weights(folder, own_weights)))
 
     def weights(self, stem: str) -> Source:
         """Return the tensors of one part of the artifact, from one file or from shards."""

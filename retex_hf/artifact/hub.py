@@ -22,6 +22,7 @@ from ..utils.atomic_folder import heal, is_unfinished, scratch_folder
 from ..utils.hub_errors import hub_errors, without_secrets
 from ..utils.paths import as_path
 from .card import CARD_NAME, FIGURES
+from .export_files import EXPORT_NAME, is_export_file
 from .files import WEIGHTS
 from .schema import OWN_FILES
 
@@ -118,7 +119,9 @@ def push(
             *(CommitOperationAdd(path, file) for path, file in written.items()),
         ]
         stale = sorted(there - {operation.path_in_repo for operation in added})
-        operations = [*(CommitOperationDelete(path) for path in stale if _is_own(path)), *added]
+        exported = EXPORT_NAME in there
+        stale = [path for path in stale if _is_own(path) or (exported and is_export_file(path))]
+        operations = [*(CommitOperationDelete(path) for path in stale), *added]
         try:
             large = [operation for operation in added if isinstance(operation, RecordedAdd)]
             if large:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +22,10 @@ from ..errors import ArtifactError, CheckpointError, brief, shorten
 from ..execution import beside_own
 from ..recovery import ComponentGenerator, ComponentLayout, Layout, OffsetGenerator, RecoveryModule, ScaleGenerator
 from ..recovery.quantize import stored_parts
-from ..routing import Alignment, FeatureSpace, Signatures, WeightSignatures
+from ..routing import Signatures, WeightSignatures, stored_shapes
 from ..utils.devices import one_device
 from ..utils.module_tensors import resize_tensors
-from ..utils.strict_files import check_links, parse_json, parse_yaml, read_file
+from ..utils.strict_files import check_links, is_count, parse_json, parse_yaml, read_file
 from ..utils.tensor_bank import TensorBank
 from .files import ArtifactFiles
 from .recipe_record import RecipeRecord
@@ -43,7 +43,6 @@ from .schema import (
     TRAINING_NAME,
     Entry,
     head_key,
-    is_count,
     read_description,
     read_manifest,
 )
@@ -403,46 +402,18 @@ def _read_signatures(
             raise ArtifactError(f"{folder / CONFIG_NAME} describes a shared trunk, but no signatures that lead to it.")
         return None
     described = _dict(section, "signatures", folder)
-    from_weights = config.signatures == "weights"
     tasks, layer = len(config.tasks), cast("Any", described.get("feature_layer"))
-    sizes: list[Any] = [described.get(key) for key in ("rank", "width", "held_out", "common")]
-    layers: Any = described.get("layers")
-    temperature: Any = described.get("temperature")
-    trunk: Any = described.get("trunk")
-    valid = isinstance(layer, str) and (
-        from_weights
-        or (
-            (trunk is None) == (config.trunk is None)
-            and (trunk is None or (isinstance(trunk, list) and len(trunk) == 2 and all(map(is_count, trunk))))
-            and all(is_count(size) for size in sizes)
-            and isinstance(layers, list) and all(isinstance(one, str) for one in layers) and layers[-1:] == [layer]
-            and isinstance(temperature, (int, float)) and 0 < temperature < inf
-        )
-    )  # fmt: skip
-    if not valid:
+    from_weights = config.signatures == "weights"
+    shapes = {"centre": (tasks,)} if from_weights else stored_shapes(described, tasks)
+    aligned = not from_weights and described.get("trunk") is not None
+    if not isinstance(layer, str) or shapes is None or aligned != (config.trunk is not None):
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are not valid: {described!r}.")
     source = files.weights(SIGNATURES)
+    _check_tensors(source, shapes)
+    tensors = {name: source.read(name).clone() for name in shapes}
     if from_weights:
-        _check_tensors(source, {"centre": (tasks,)})
-        return WeightSignatures(source.read("centre").clone(), layer)
-    rank, width, held_out, common = sizes
-    shapes = {
-        "mean": (tasks, width),
-        "basis": (tasks, rank, width),
-        "held_out": (tasks, held_out),
-        "scale": (len(layers),),
-        "common": (common, width if common else 0),
-    }
-    if common:
-        shapes |= {"wide_mean": (tasks, width), "wide_basis": (tasks, rank, width)}
-    aligned = {} if trunk is None else {"trunk_down": (tasks, *trunk), "trunk_up": (tasks, *trunk)}
-    aligned |= {} if trunk is None else {"trunk_shift": (tasks, trunk[1])}
-    _check_tensors(source, {**shapes, **aligned})
-    read = {name: source.read(name).clone() for name in shapes}
-    space = FeatureSpace(tuple(layers), read.pop("scale"), read.pop("common"))
-    wide = {} if common else {"wide_mean": read["mean"], "wide_basis": read["basis"]}
-    alignment = Alignment(*(source.read(name).clone() for name in aligned)) if aligned else None
-    return Signatures(**read, **wide, space=space, temperature=float(temperature), alignment=alignment)
+        return WeightSignatures(tensors["centre"], layer)
+    return Signatures.of_tensors(tensors, described)
 
 
 def _dict(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

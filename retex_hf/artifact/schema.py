@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 from pathlib import Path
@@ -17,9 +15,10 @@ from ..errors import ArtifactError, ConfigError, brief
 from ..recovery import ComponentLayout, Layout, RecoveryModule
 from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import KINDS, MATRIX, ORDERS, VECTOR
+from ..utils.strict_files import is_count
+from .sealing import FORMAT_VERSION, seal
 from .state import RetexParts
 
-FORMAT_VERSION = 5
 RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
     "retex_recovery",
     "retex_signatures",
@@ -29,7 +28,6 @@ RECOVERY, SIGNATURES, HEADS, ROWS, PRETRAINED = (
 )
 TRAINING_NAME, RECIPE_NAME, EVALUATION_NAME = "retex_training.json", "retex_recipe.yaml", "retex_evaluation.json"
 TASK_EMBEDDING = "task_embedding"
-LARGEST_SIZE = 2**40
 # Files that a new save replaces; everything else in the folder belongs to the user and is kept.
 OWN_FILES = (
     "retex_*", "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
@@ -86,13 +84,6 @@ def _entry_to_json(recovery: RecoveryModule, name: str, error: float | None) -> 
 def read_manifest(folder: Path, section: dict[str, Any]) -> dict[str, manifest.FileRecord]:
     """Return the records of an artifact's files from its configuration."""
     return manifest.from_json(folder / CONFIG_NAME, section.get("files"))
-
-
-def seal(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of a configuration's values, independent of whitespace and without its own `"seal"`."""
-    section = {key: value for key, value in values["artifact"].items() if key != "seal"}
-    text = json.dumps({**values, "artifact": section}, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class OtherVersion(ArtifactError):
@@ -157,11 +148,6 @@ class Entry:
         if not valid:
             raise ArtifactError(f"{folder / CONFIG_NAME}: the recovery of {name!r} is not valid: {brief(values)}.")
         return cls(layout, **own)
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number that can be a size."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
 
 
 def _paper_layout(fields: dict[str, Any]) -> Layout:

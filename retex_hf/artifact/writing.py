@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from ..backends import Backend, library_of
 from ..checkpoints import manifest
 from ..checkpoints.tokenizer_files import TASK_TOKENIZERS, copy_side_files, copy_task_tokenizers, task_tokenizer
-from ..config import CONFIG_NAME
+from ..config import CONFIG_NAME, read_config_file
 from ..errors import ArtifactError
 from ..recovery import RecoveryModule
 from ..routing import Signatures
 from ..utils.atomic_folder import check_movable, check_target, keep_files, link, replacing
 from ..utils.byte_sizes import parse_size
 from ..utils.strict_files import check_links
-from .card import CARD_NAME, FIGURES_FOLDER, write_card
+from .card import CARD_NAME, FIGURES, FIGURES_FOLDER, write_card
+from .export_files import ADAPTERS, EXPORT_NAME, is_export_file
 from .reading import recorded_side_files
 from .schema import (
     EVALUATION_NAME,
     FOREIGN_MODELS,
-    FORMAT_VERSION,
     HEADS,
     OWN_FILES,
     PRETRAINED,
@@ -44,12 +44,17 @@ from .schema import (
     head_key,
     read_description,
     read_manifest,
-    seal,
 )
+from .sealing import FORMAT_VERSION, seal
 from .state import RetexParts
 
 # Files that a save replaces; this removes tokenizers of deleted tasks.
 REPLACED = (*OWN_FILES, TASK_TOKENIZERS)
+
+
+def _replaced(folder: Path) -> tuple[str, ...]:
+    """Return the patterns of what a save replaces: exported adapters too, which fit the previous weights only."""
+    return (*REPLACED, ADAPTERS) if (folder / EXPORT_NAME).exists() else REPLACED
 
 
 def write(
@@ -60,7 +65,7 @@ def write(
     `name` and `figures` are those of `write_card`.
     """
     folder = check_replaceable(folder)
-    with replacing(folder, REPLACED) as new:
+    with replacing(folder, _replaced(folder)) as new:
         write_plain(parts, new, max_shard_size, previous=folder)
         write_card(parts, new, previous=folder, name=name, figures=figures)
 
@@ -112,12 +117,44 @@ def carry_over(parts: RetexParts, source: Path, folder: Path) -> None:
     # A model read without verification may no longer match its recorded files.
     known = {} if parts.unverified else read_manifest(source, section)
     records = {file.name: known[file.name] for file in weights if file.name in known}
-    with replacing(folder, REPLACED) as new:
+    with replacing(folder, _replaced(folder)) as new:
         library_of(parts.model).save_config(parts.model, new)
         _copy_over(source, new, known)
         _link(weights, new)
+        # The weights are the same, and so are the adapters made of them.
+        link_files(source, new, [name for name in known if is_export_file(name)])
         _write_description(parts, new, folder, records)
         write_card(parts, new, previous=folder)
+
+
+def write_export(source: Path, folder: Path, write: Callable[[Path], None]) -> None:
+    """Write the artifact of `source` into `folder`, which may be the same, with files for a server beside it.
+
+    `write` writes these into an empty folder; they are recorded like all others, and replace those of an earlier
+    export.
+    """
+    values = read_config_file(source / CONFIG_NAME)
+    _, section = read_description(source)
+    if (folder / ADAPTERS).exists() and not (folder / EXPORT_NAME).exists():
+        raise ArtifactError(f"{folder / ADAPTERS} is no export of the artifact, and would be lost: move it elsewhere.")
+    known = {name: found for name, found in read_manifest(source, section).items() if not is_export_file(name)}
+    same = source == folder
+    with replacing(folder, (EXPORT_NAME, ADAPTERS) if same else _replaced(folder)) as new:
+        write(new)
+        added = manifest.record(new, _files_in(new))
+        if not same:
+            card = [name for name in (CARD_NAME, *FIGURES) if (source / name).is_file()]
+            link_files(source, new, [name for name in (*known, *card) if name not in added])
+        section["files"] = manifest.to_json(dict(sorted({**known, **added}.items())))
+        _write_config({key: value for key, value in values.items() if key != "artifact"}, section, new)
+
+
+def link_files(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Hard-link files into a folder, under their relative names."""
+    for name in names:
+        manifest.check_file(source, name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        link((source / name).resolve(), folder / name)
 
 
 def _copy_over(source: Path, folder: Path, known: Mapping[str, manifest.FileRecord]) -> None:
@@ -143,7 +180,7 @@ def rewrite_card(parts: RetexParts, folder: str | Path) -> None:
 
 def finish(parts: RetexParts, weights: Iterable[Path], folder: Path) -> None:
     """Write an artifact whose `weights` are already on disk, by hard links; see `write`."""
-    with replacing(folder, REPLACED) as new:
+    with replacing(folder, _replaced(folder)) as new:
         assemble(parts, weights, new, previous=folder)
         write_card(parts, new, previous=folder)
 
@@ -209,17 +246,8 @@ def _write_description(
     section: dict[str, Any] = {"format_version": FORMAT_VERSION, **described_weights(parts), "signatures": None}
     if parts.signatures is not None:
         signatures = parts.signatures
-        section["signatures"] = {"feature_layer": signatures.feature_layer}
-        if isinstance(signatures, Signatures):
-            section["signatures"] |= {
-                "layers": list(signatures.space.layers),
-                "rank": signatures.basis.shape[1],
-                "width": signatures.mean.shape[1],
-                "held_out": signatures.held_out.shape[1],
-                "common": len(signatures.space.common),
-                "temperature": signatures.temperature,
-                "trunk": None if signatures.alignment is None else list(signatures.alignment.down.shape[1:]),
-            }
+        description = signatures.description if isinstance(signatures, Signatures) else {}
+        section["signatures"] = {"feature_layer": signatures.feature_layer, **description}
         _save(signatures.tensors, folder / f"{SIGNATURES}.safetensors")
     if parts.history:
         (folder / TRAINING_NAME).write_text(json.dumps(parts.history) + "\n", encoding="utf-8")
@@ -228,10 +256,17 @@ def _write_description(
         (folder / RECIPE_NAME).write_text(text, encoding="utf-8")
     if parts.evaluation is not None:
         (folder / EVALUATION_NAME).write_text(json.dumps(parts.evaluation, indent=2) + "\n", encoding="utf-8")
-    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-    section["files"] = manifest.to_json(manifest.record(folder, files, known))
-    values = json.loads(json.dumps({**parts.config.to_dict(), "artifact": section}))
-    section["seal"] = seal(values)
+    section["files"] = manifest.to_json(manifest.record(folder, _files_in(folder), known))
+    _write_config(parts.config.to_dict(), section, folder)
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def _write_config(values: dict[str, Any], section: dict[str, Any], folder: Path) -> None:
+    values = json.loads(json.dumps({**values, "artifact": section}))
+    section = {**section, "seal": seal(values)}
     text = config_text({**values, "artifact": section})
     (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 

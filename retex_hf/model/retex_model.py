@@ -29,11 +29,13 @@ from ..utils.devices import CPU, META, device_of, enough_memory, parse_device, p
 from ..utils.paths import as_path
 from .edit_signatures import sign
 from .edit_tasks import AddedTask, add_task, delete_task, delete_tasks, select_tasks
-from .export.lora import LoraExport, export_lora
+from .export.lora import LoraExport, export_lora, to_peft
+from .export.vllm import VllmExport, export_vllm
 from .peft_names import LOADING, SAVING, check_options
 from .routed_model import RoutedModel
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -561,12 +563,61 @@ class RetexModel(RoutedModel):
             scope: Content of the adapter. `"all"`: everything that peft supports; the adapter gives the expert's
                 outputs, but norms and the like are stored whole, of which peft runs one adapter at a time. `"batch"`:
                 what peft can also run with `adapter_names=[...]`, one task per row; norms, positions and raw parameters
-                stay merged. `"linear"`: only the weights of linear layers, at one rank, as inference servers require.
+                stay merged. `"linear"`: only the weights of linear layers, at one rank, as most inference servers
+                require. `"vllm"`: what vLLM takes of this model's architecture, see [`export_vllm`].
 
         Returns:
             A printable summary of how each tensor is stored, and of what was left out.
         """
         return export_lora(self.parts(), task, save_directory, scope=scope)
+
+    def export_vllm(self, artifact: str | Path, output: str | Path | None = None) -> VllmExport:
+        """Add to the folder of this model what vLLM needs to serve and route it, atomically; see docs/serve-vllm.md.
+
+        That is an adapter per task (`adapters/<task>`, which peft loads too:
+        `PeftModel.from_pretrained(merged, artifact, subfolder="adapters/<task>")`), an index of the merged model's
+        weights, and `retex_vllm.json`, all recorded in the artifact. The adapters hold factors of linear layers and,
+        where vLLM takes them of the architecture, of embeddings and the output layer; a classifier's head is stored
+        whole. Norms and biases stay merged, and the summary names them. A save of the model removes the export.
+
+        Args:
+            artifact: The folder that this model was saved to, or loaded from.
+            output: Write a copy of the artifact with the export there, instead of changing the artifact.
+
+        Returns:
+            A printable summary.
+        """
+        return export_vllm(self.parts(), artifact, output)
+
+    def to_peft(self, tasks: Iterable[str] | None = None, *, scope: str = "all") -> PeftModel:
+        """Return a copy of the merged model as a `PeftModel`, with a LoRA adapter per task under the task's name.
+
+        `peft_model.set_adapter(task)` gives the outputs of `model(..., task=task)`. peft does not route: the adapter of
+        the first task is active, and `identify` names that of an input. A parameter that peft cannot represent stays
+        merged, with a warning that names it. An affine recovery is refused, and so is a task with tokens of its own.
+
+        Args:
+            tasks: The tasks; default: all.
+            scope: Content of the adapters, as in [`export_lora`]. Only `"batch"` and `"linear"` run in one batch with
+                `adapter_names=[...]`.
+
+        Example:
+            >>> import torch
+            >>> from transformers import BertConfig, BertModel
+            >>> from retex_hf import RetexConfig, RetexModel
+            >>> config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+            >>> base = BertModel(config).eval()
+            >>> experts = {task: BertModel(config).eval() for task in ("one", "two")}
+            >>> model = RetexModel.from_experts(
+            ...     base, experts, RetexConfig(rank="full"), check_base=False, progress=False
+            ... )
+            >>> peft_model = model.to_peft()
+            >>> peft_model.set_adapter("two")
+            >>> ids = torch.randint(32, (3, 5))
+            >>> torch.allclose(peft_model(ids)[0], model(ids, task="two")[0], atol=1e-4)
+            True
+        """
+        return to_peft(self.parts(), tasks, scope=scope)
 
     # ---- trainable parameters ----------------------------------------------------------------------------------------
 

@@ -1,16 +1,32 @@
-"""Identification of the task, and so the expert, that an input needs: features, signatures, decision."""
+"""Identification of the task, and so the expert, that an input needs: features, signatures, decision.
 
-from .alignment import Alignment, positions
-from .decision import Routing, decide
-from .feature_space import FeatureSpace
-from .features import Entry, FeatureExtractor
-from .fitting import as_batches, fit_signatures, noted, reference_features, trying
-from .layers import block_lists, candidate_layers, feature_blocks, trunk_blocks
-from .pooling import pool
-from .signatures import Signatures, fit_signature, held_out_accuracy, held_out_residuals, shallowest_good
-from .synthetic import synthetic_batches
-from .trunk_parameters import answers, describe_trunk, keeps_cache, trunk_parameters
-from .weight_scores import WeightScorer, WeightSignatures
+Names are imported on first use: a server routes by signatures, and has none of the libraries that build a model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .alignment import Alignment, positions
+    from .decision import Routing, decide
+    from .feature_space import FeatureSpace
+    from .features import Entry, FeatureExtractor
+    from .fitting import as_batches, fit_signatures, noted, reference_features, trying
+    from .layers import block_lists, candidate_layers, feature_blocks, trunk_blocks
+    from .pooling import pool
+    from .signatures import (
+        Signatures,
+        fit_signature,
+        held_out_accuracy,
+        held_out_residuals,
+        shallowest_good,
+        stored_shapes,
+    )
+    from .synthetic import synthetic_batches
+    from .trunk_parameters import answers, describe_trunk, keeps_cache, trunk_parameters
+    from .weight_scores import WeightScorer, WeightSignatures
 
 __all__ = [
     "Alignment",
@@ -38,8 +54,47 @@ __all__ = [
     "positions",
     "reference_features",
     "shallowest_good",
+    "stored_shapes",
     "synthetic_batches",
     "trunk_blocks",
     "trunk_parameters",
     "trying",
 ]
+_HOMES = {
+    "Alignment": "alignment",
+    "Entry": "features",
+    "FeatureExtractor": "features",
+    "FeatureSpace": "feature_space",
+    "Routing": "decision",
+    "Signatures": "signatures",
+    "WeightScorer": "weight_scores",
+    "WeightSignatures": "weight_scores",
+    "answers": "trunk_parameters",
+    "as_batches": "fitting",
+    "block_lists": "layers",
+    "candidate_layers": "layers",
+    "decide": "decision",
+    "describe_trunk": "trunk_parameters",
+    "feature_blocks": "layers",
+    "fit_signature": "signatures",
+    "fit_signatures": "fitting",
+    "held_out_accuracy": "signatures",
+    "held_out_residuals": "signatures",
+    "keeps_cache": "trunk_parameters",
+    "noted": "fitting",
+    "pool": "pooling",
+    "positions": "alignment",
+    "reference_features": "fitting",
+    "shallowest_good": "signatures",
+    "stored_shapes": "signatures",
+    "synthetic_batches": "synthetic",
+    "trunk_blocks": "layers",
+    "trunk_parameters": "trunk_parameters",
+    "trying": "fitting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -19,6 +19,8 @@ from .feature_space import top_directions
 from .pooling import Layout
 
 RANK = 32
+# Names of the tensors, as they are stored.
+TENSORS = ("trunk_down", "trunk_up", "trunk_shift")
 # Weight of the ridge, relative to the mean variance of a feature.
 RIDGE = 0.01
 
@@ -48,7 +50,7 @@ class Alignment:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, as they are stored."""
-        return {"trunk_down": self.down, "trunk_up": self.up, "trunk_shift": self.shift}
+        return dict(zip(TENSORS, (self.down, self.up, self.shift), strict=True))
 
     def __call__(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """Return hidden states (n, ..., d) with the corrections of the tasks added, by weights (n, T) of each row."""

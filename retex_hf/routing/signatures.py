@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import RetexError
+from ..utils.strict_files import is_count
+from .alignment import TENSORS as TRUNK
 from .alignment import Alignment
 from .feature_space import FeatureSpace
 
@@ -80,6 +83,30 @@ class Signatures:
         return own if self.alignment is None else {**own, **self.alignment.tensors}
 
     @property
+    def description(self) -> dict[str, Any]:
+        """Return what `stored_shapes` needs to know of the tensors, for a JSON file."""
+        return {
+            "feature_layer": self.feature_layer,
+            "layers": list(self.space.layers),
+            "rank": self.basis.shape[1],
+            "width": self.mean.shape[1],
+            "held_out": self.held_out.shape[1],
+            "common": len(self.space.common),
+            "temperature": self.temperature,
+            "trunk": None if self.alignment is None else list(self.alignment.down.shape[1:]),
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> Signatures:
+        """Return stored signatures; the tensors must have the shapes that `stored_shapes` returns."""
+        space = FeatureSpace(tuple(description["layers"]), tensors["scale"], tensors["common"])
+        own = {name: tensors[name] for name in ("mean", "basis", "held_out")}
+        own |= {f"wide_{name}": tensors.get(f"wide_{name}", tensors[name]) for name in ("mean", "basis")}
+        aligned = [tensors[name] for name in TRUNK if name in tensors]
+        alignment = Alignment(*aligned) if aligned else None
+        return cls(**own, space=space, temperature=float(description["temperature"]), alignment=alignment)
+
+    @property
     def feature_layer(self) -> str:
         """Return the last layer that features are read from."""
         return self.space.layers[-1]
@@ -133,6 +160,38 @@ class Signatures:
         kept = torch.arange(len(self.mean)) != task
         alignment = None if self.alignment is None else self.alignment.without(task)
         return replace(self, **{name: getattr(self, name)[kept] for name in PER_TASK}, alignment=alignment)
+
+
+def stored_shapes(description: Any, tasks: int) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of stored signatures by their untrusted description; None where that is not valid."""
+    if not isinstance(description, Mapping):
+        return None
+    sizes: list[Any] = [description.get(key) for key in ("rank", "width", "held_out", "common")]
+    layers: Any = description.get("layers")
+    temperature: Any = description.get("temperature")
+    trunk: Any = description.get("trunk")
+    valid = (
+        all(is_count(size) for size in sizes)
+        and (trunk is None or (isinstance(trunk, list) and len(trunk) == 2 and all(map(is_count, trunk))))
+        and isinstance(layers, list) and all(isinstance(one, str) for one in layers)
+        and layers[-1:] == [description.get("feature_layer")]
+        and isinstance(temperature, (int, float)) and 0 < temperature < math.inf
+    )  # fmt: skip
+    if not valid:
+        return None
+    rank, width, held_out, common = sizes
+    shapes: dict[str, tuple[int, ...]] = {
+        "mean": (tasks, width),
+        "basis": (tasks, rank, width),
+        "held_out": (tasks, held_out),
+        "scale": (len(layers),),
+        "common": (common, width if common else 0),
+    }
+    if common:
+        shapes |= {"wide_mean": (tasks, width), "wide_basis": (tasks, rank, width)}
+    if trunk is not None:
+        shapes |= dict(zip(TRUNK, ((tasks, *trunk), (tasks, *trunk), (tasks, trunk[1])), strict=True))
+    return shapes
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:

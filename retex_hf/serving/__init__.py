@@ -1,5 +1,1 @@
 """Serving of an artifact over HTTP, in OpenAI's shapes. Needs uvicorn: `pip install "retex-hf[serve]"`."""
-
-from .options import ServeOptions
-
-__all__ = ["ServeOptions"]

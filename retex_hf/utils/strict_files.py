@@ -20,6 +20,8 @@ import yaml
 
 from ..errors import RetexError, brief, first_line
 
+LARGEST_SIZE = 2**40
+
 # A tokenizer.json of a large vocabulary has 30 MB; a shard index of a thousand layers has less than one.
 MOST_JSON_BYTES = 100_000_000
 # For recipes and the metadata of cards. PyYAML reads about 100 kB a second.
@@ -36,6 +38,11 @@ UNREAD = ("tag:yaml.org,2002:omap", "tag:yaml.org,2002:pairs")
 STRING, NO_BRACKETS = re.compile('"[^"]*"'), re.compile(r"[^\[\]{}]+")
 # What half a character (a surrogate) is written as; two of them may be a whole one.
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of a file is a whole number that can be a size."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SIZE
 
 
 def read_json(

@@ -19,6 +19,7 @@ from typing import Any
 import gguf_writer
 import torch
 import transformers as tf
+from decoders import UNSERVED, saved_decoder
 from doc_blocks import ROOT
 from helpers import perturb
 from huggingface_hub import HfApi
@@ -134,6 +135,12 @@ def llama(hub: LocalHub) -> dict[str, Any]:
     config = RetexConfig(rank=8, exclude=["*embed*", "lm_head*", "*norm*"])
     RetexModel.from_experts(base, experts, config, progress=False).save_pretrained("llama")
     hub.put("org/retex-llama-4task", Path("llama"))
+    return {}
+
+
+def served(hub: LocalHub) -> dict[str, Any]:
+    """Save an artifact of three small Llamas that routes by words."""
+    saved_decoder(Path("my-retex"), exclude=UNSERVED)
     return {}
 
 

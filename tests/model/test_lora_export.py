@@ -16,6 +16,7 @@ from families import FAMILIES, LLM, TEXT, VISION, tokens
 from helpers import MIXED, TASKS, assert_same, build_from, make_experts, rows_of, take
 from peft import PeftModel
 from safetensors.torch import load_file
+from signed import signed_classifier
 from torch import nn
 
 import retex_hf.model.export.lora.export
@@ -395,7 +396,7 @@ def test_what_is_refused(tmp_path):
     model = build("bert-classifier")
     with pytest.raises(TaskError, match="'purple'"):
         model.export_lora("purple", tmp_path / "red")
-    with pytest.raises(ConfigError, match=r"scope must be one of \['all', 'batch', 'linear'\], not 'some'"):
+    with pytest.raises(ConfigError, match=r"scope must be one of \['all', 'batch', 'linear', 'vllm'\], not 'some'"):
         model.export_lora("red", tmp_path / "red", scope="some")
     model.save_pretrained(tmp_path / "retex")
     with pytest.raises(ArtifactError, match=r"retex holds other files and no adapter: expected a new folder"):
@@ -431,3 +432,55 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
     model.export_lora("green", tmp_path / "red")
     assert (tmp_path / "red" / "adapter_model.safetensors").read_bytes() != before
     assert (tmp_path / "red" / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+# ---- all tasks in memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "bert-classifier", "gpt2", "t5", "vit-classifier"])
+def test_to_peft_gives_the_experts(name):
+    model = build(name)
+    peft_model, inputs = model.to_peft(), inputs_of(name)
+    assert isinstance(peft_model, PeftModel) and peft_model.active_adapter == "red"
+    assert not any(parameter.requires_grad for parameter in peft_model.parameters()) and not peft_model.training
+    assert_experts(peft_model, model, inputs)
+    with torch.no_grad(), peft_model.disable_adapter():
+        merged = peft_model(**inputs)
+    with torch.no_grad():
+        assert_same(dict(merged), dict(model.model(**inputs)), rtol=1e-4, atol=1e-5)
+    first, second = (model(**inputs, task=task)[0] for task in model.tasks[:2])
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_to_peft_with_heads_of_different_width():
+    """peft cannot load such adapters from files; in memory each has a head of its own width."""
+    model = signed_classifier()
+    peft_model = model.to_peft()
+    inputs = {"input_ids": torch.randint(4, 28, (3, 5))}
+    widths = []
+    with torch.no_grad():
+        for task in model.tasks:
+            peft_model.set_adapter(task)
+            found = peft_model(**inputs).logits
+            torch.testing.assert_close(found, model(**inputs, task=task).logits, rtol=1e-4, atol=1e-5)
+            widths.append(found.shape[1])
+    assert len(set(widths)) == 3
+
+
+def test_to_peft_of_some_tasks_and_scopes():
+    model = build("llama-untied")
+    peft_model = model.to_peft(["blue"], scope="linear")
+    assert list(peft_model.peft_config) == ["blue"]
+    assert not any("norm" in name and "lora" in name for name, _ in peft_model.named_parameters())
+    own = build("llama-untied", exclude=["*norm*", "*embed*", "lm_head*"]).to_peft(scope="batch")
+    names = [name for name, _ in own.named_parameters() if "lora_A.red" in name]
+    assert names and not any("embed" in name or "lm_head" in name for name in names)
+    with pytest.raises(TaskError, match="at least one task"):
+        model.to_peft([])
+    with pytest.raises(TaskError, match="nothing"):
+        model.to_peft(["nothing"])
+    with pytest.raises(ConfigError, match="affine recovery"):
+        build("llama-untied", recovery="affine").to_peft()
+    renamed = signed_classifier({"red": "v1.red"})
+    with pytest.raises(ConfigError, match="dot in the name"):
+        renamed.to_peft()

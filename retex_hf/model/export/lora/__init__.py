@@ -5,6 +5,7 @@ how each tensor is stored. The plan depends on names and shapes only, never on a
 tasks can be loaded into one `PeftModel` only if they treat every module alike.
 """
 
-from .export import LoraExport, export_lora
+from .export import Adapter, LoraExport, export_lora, make_adapter, write_adapter
+from .peft_model import to_peft
 
-__all__ = ["LoraExport", "export_lora"]
+__all__ = ["Adapter", "LoraExport", "export_lora", "make_adapter", "to_peft", "write_adapter"]

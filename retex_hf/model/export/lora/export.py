@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ....execution import is_plain, task_index
 from ....execution.vocabulary_rows import with_own_rows
 from ....utils.atomic_folder import check_movable, replacing
 from .factors import Offsets, lora_tensors, saved_tensors, stack_tensors
-from .plan import SCOPES, Plan, is_mergeable, make_plan
+from .plan import ONE_RANK, SCOPES, Plan, is_mergeable, make_plan
 
 OWN_FILES = ("adapter_*",)
 
@@ -89,9 +89,41 @@ class LoraExport:
         return "\n".join(lines)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in memory: tensors under peft's names, peft's configuration, and a summary without a folder."""
+
+    tensors: dict[str, Tensor]
+    config: LoraConfig
+    summary: LoraExport
+
+
 def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, scope: str = "all") -> LoraExport:
     """Write a task as an adapter on the merged model. See `RetexModel.export_lora`."""
+    task_index(task, parts.config.tasks)  # before the folder is looked at
+    folder = _check_folder(Path(save_directory))
+    adapter = make_adapter(parts, task, scope, base=base_name(parts.side_folder))
+    with replacing(folder, OWN_FILES) as new:
+        write_adapter(adapter, new)
+    export = replace(adapter.summary, folder=folder)
+    if scope == "all":
+        warn_of_losses(export)
+    return export
+
+
+def warn_of_losses(export: LoraExport) -> None:
+    """Warn of what an adapter that should carry everything does not carry."""
+    if export.left_out:
+        warnings.warn(
+            f"The adapter of task {export.task!r} does not carry {shorten(export.left_out)}, which peft cannot "
+            f"represent: {export.left_out_share:.2%} of the difference.",
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None = None) -> Adapter:
+    """Return a task as an adapter on the merged model, which is called `base` in the adapter's configuration."""
     model, recovery = parts.model, parts.recovery
     index, heads = task_index(task, parts.config.tasks), parts.heads[task]
     if scope not in SCOPES:
@@ -101,39 +133,29 @@ def export_lora(parts: RetexParts, task: str, save_directory: str | Path, *, sco
             'An affine recovery scales the merged weights, which no LoRA adapter can: build with recovery="offset", or '
             "save merge_and_unload(task)."
         )
-    folder = _check_folder(Path(save_directory))
     _check_plain(model, [*recovery, *heads])
     tokens = _other_vocabulary(parts, task)
     offsets = Offsets(model, recovery, {**heads, **tokens}, recovery.task_embedding[index])
     changed = [name for name in recovery if name not in tokens and offsets.is_changed(name)]
     plan = make_plan(model, changed, [*heads, *_all_names(model, tokens)], scope)
-    tensors, ranks = lora_tensors(offsets, plan, uniform=scope == "linear")
+    tensors, ranks = lora_tensors(offsets, plan, uniform=scope in ONE_RANK)
     stacks, stack_ranks = stack_tensors(offsets, plan)
     tensors |= stacks | saved_tensors(offsets, plan)
-    config = _config(model, plan, ranks, stack_ranks, list(heads), scope, base_name(parts.side_folder))
-    left_out = {name: offsets.relative_size(name) for name in sorted(plan.left)}
-    export = LoraExport(
+    summary = LoraExport(
         task,
-        folder,
+        Path(),
         lora=ranks,
         bias=sorted(offsets.biases(plan)),
         modules_to_save=sorted(plan.saved),
         target_parameters=sorted(plan.stacks),
-        left_out=left_out,
+        left_out={name: offsets.relative_size(name) for name in sorted(plan.left)},
         left_out_share=offsets.share(plan.left),
         bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_outputs=offsets.other_width(heads) if plan.saved else None,
         vocabulary=parts.config.vocabulary[task]["size"] if tokens and plan.saved else None,
         mergeable=is_mergeable(model, plan),
     )
-    _write(tensors, config, folder)
-    if left_out and scope == "all":
-        warnings.warn(
-            f"The adapter of task {task!r} does not carry {shorten(left_out)}, which peft cannot represent: "
-            f"{export.left_out_share:.2%} of the difference.",
-            stacklevel=3,
-        )
-    return export
+    return Adapter(tensors, _config(model, plan, ranks, stack_ranks, list(heads), scope, base), summary)
 
 
 def _other_vocabulary(parts: RetexParts, task: str) -> dict[str, Tensor]:
@@ -226,8 +248,8 @@ def _check_plain(model: nn.Module, names: list[str]) -> None:
             raise RetexError(f"The merged model is quantised or offloaded (its {name!r} is): load it as it is stored.")
 
 
-def _write(tensors: dict[str, Tensor], config: LoraConfig, folder: Path) -> None:
-    with replacing(folder, OWN_FILES) as new:
-        plain = {PREFIX + name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(plain, new / f"{ADAPTER_STEM}.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(str(new))
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write an adapter into a folder, as peft does."""
+    plain = {PREFIX + name: tensor.cpu().contiguous().clone() for name, tensor in adapter.tensors.items()}
+    save_file(plain, folder / f"{ADAPTER_STEM}.safetensors", metadata={"format": "pt"})
+    adapter.config.save_pretrained(str(folder))

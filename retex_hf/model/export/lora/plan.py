@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ....checkpoints import take_inventory
+from ....errors import ConfigError
+from .vllm_support import HEADS, VERSION, embeddings_of
 
-SCOPES = ("all", "batch", "linear")
+SCOPES = ("all", "batch", "linear", "vllm")
+# Scopes of servers, which want factors of one rank.
+ONE_RANK = ("linear", "vllm")
 LINEAR, CONVOLUTION, EMBEDDING, STACK, OTHER = "linear", "convolution", "embedding", "stack", "other"
 # Modules of which peft can run several adapters' copies in one batch.
 BATCHED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,6 +41,8 @@ def make_plan(model: nn.Module, changed: list[str], heads: list[str], scope: str
     """
     if scope == "linear":
         plan = _plan_linear(model, changed, heads)
+    elif scope == "vllm":
+        plan = _plan_vllm(model, changed, heads)
     else:
         plan = _smallest_plan(model, changed, heads, scope)
         if not plan.lora and not plan.stacks and not _adaptable(model, plan):
@@ -73,6 +79,38 @@ def _plan_linear(model: nn.Module, changed: list[str], heads: list[str]) -> Plan
             plan.lora.add(module)
             plan.left.discard(name)
     return plan
+
+
+def _plan_vllm(model: nn.Module, changed: list[str], heads: list[str]) -> Plan:
+    """Plan for what vLLM takes of the architecture: linear layers, embeddings, and a classifier's output layer."""
+    plan, ties = Plan(), take_inventory(model).aliases
+    taken = embeddings_of(type(model).__name__)
+    outputs = _table(model, "get_output_embeddings")
+    for name in changed:
+        slots = [_slot(model, alias) for alias in ties[name]]
+        if all(_fits_vllm(model, *slot, taken, outputs) for slot in slots):
+            plan.lora.update(module for module, _ in slots)
+        else:
+            plan.left.add(name)
+    for name in heads:
+        module = _slot(model, name)[0]
+        if module not in HEADS or not isinstance(model.get_submodule(module), nn.Linear):
+            raise ConfigError(
+                f"The tasks' heads hold {name!r}, and vLLM {VERSION} takes heads that are one linear layer named "
+                f"{' or '.join(HEADS)}: serve the artifact with the embedded engine (`retex serve`)."
+            )
+        plan.saved.add(module)
+    return plan
+
+
+def _fits_vllm(model: nn.Module, module: str, attribute: str, taken: tuple[str, ...], outputs: Tensor | None) -> bool:
+    """Return whether vLLM takes factors of a parameter."""
+    if attribute != "weight":
+        return False
+    kind, weight = _kind(model, module, attribute), model.get_submodule(module).get_parameter("weight")
+    if kind == EMBEDDING or weight is outputs:
+        return module.rpartition(".")[2] in taken
+    return kind == LINEAR and not isinstance(model.get_submodule(module), Conv1D)
 
 
 def _plan(
