@@ -23,7 +23,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from ..routing.alignment import Alignment, align_entries, owners, with_first_tensor
 from ..routing.features import Entry, FilledCache, hidden_and_positions
 from ..routing.pooling import Layout
-from ..routing.trunk_parameters import answers
+from ..routing.trunk_tensors import answers
 from ..rows import Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
 from .expert_cache import copy_with

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         stored_shapes,
     )
     from .synthetic import synthetic_batches
-    from .trunk_parameters import answers, describe_trunk, keeps_cache, trunk_parameters
+    from .trunk_tensors import answers, describe_trunk, keeps_cache, trunk_parameters
     from .weight_scores import WeightScorer, WeightSignatures
 
 __all__ = [
@@ -69,18 +69,18 @@ _HOMES = {
     "Signatures": "signatures",
     "WeightScorer": "weight_scores",
     "WeightSignatures": "weight_scores",
-    "answers": "trunk_parameters",
+    "answers": "trunk_tensors",
     "as_batches": "fitting",
     "block_lists": "layers",
     "candidate_layers": "layers",
     "decide": "decision",
-    "describe_trunk": "trunk_parameters",
+    "describe_trunk": "trunk_tensors",
     "feature_blocks": "layers",
     "fit_signature": "signatures",
     "fit_signatures": "fitting",
     "held_out_accuracy": "signatures",
     "held_out_residuals": "signatures",
-    "keeps_cache": "trunk_parameters",
+    "keeps_cache": "trunk_tensors",
     "noted": "fitting",
     "pool": "pooling",
     "positions": "alignment",
@@ -89,7 +89,7 @@ _HOMES = {
     "stored_shapes": "signatures",
     "synthetic_batches": "synthetic",
     "trunk_blocks": "layers",
-    "trunk_parameters": "trunk_parameters",
+    "trunk_parameters": "trunk_tensors",
     "trying": "fitting",
 }
 

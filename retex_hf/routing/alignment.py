@@ -18,11 +18,11 @@ from ..utils.records import is_record, rebuilt, record_fields
 from .feature_space import top_directions
 from .pooling import Layout
 
-RANK = 32
+RANK = 64
 # Names of the tensors, as they are stored.
 TENSORS = ("trunk_down", "trunk_up", "trunk_shift")
 # Weight of the ridge, relative to the mean variance of a feature.
-RIDGE = 0.01
+RIDGE = 0.1
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_a_shift_of_low_rank_is_found():
     merged, direction = torch.randn(4000, 16), torch.randn(2, 16)
     expert = merged + merged @ torch.randn(16, 2) @ direction + torch.arange(16.0)
     found = correct(merged, fit_correction(merged, expert, rank=2))
-    assert (found - expert).norm() < 0.02 * (merged - expert).norm()
+    assert (found - expert).norm() < 1.2 * RIDGE * (merged - expert).norm()  # it shrinks by its weight
 
 
 def test_equal_states_need_no_correction():

@@ -338,3 +338,12 @@ def test_signatures_of_the_encoder_route_generation_and_forward_alike():
     assert len(set(tasks)) == 3
     assert model(**inputs, decoder_input_ids=torch.ones(6, 2, dtype=torch.long)).routing.tasks == tasks
     assert model.generate(**inputs, max_new_tokens=2).routing.tasks == tasks
+
+
+def test_names_of_the_room_are_no_modules_of_it():
+    """They are imported on first use; a module of the same name would take the place of the function."""
+    from importlib.util import find_spec
+
+    from retex_hf import routing
+
+    assert not [name for name in routing.__all__ if find_spec(f"retex_hf.routing.{name}")]
