@@ -29,7 +29,7 @@ SOFT_SAMPLERS = ("dirichlet", "uniform_softmax", "gaussian_softmax")
 ROUTINGS = ("hard", "soft")
 FAR = ("merged", "soft")
 # Chosen with examples/benchmarks/far_inputs.py.
-FAR_QUANTILE, FAR_SLACK = 0.97, 1.0
+FAR_QUANTILE, FAR_SLACK = 0.95, 1.0
 POOLINGS = ("mean", "first", "last")
 FEATURE_SOURCES = ("merged", "pretrained")
 RECOVERY_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -461,7 +461,7 @@ def routing_options(routing: str | dict[str, Any]) -> dict[str, Any]:
 
     >>> from retex_hf.config import routing_options
     >>> routing_options("hard")["far"], routing_options({"method": "hard", "far": "merged"})["quantile"]
-    (None, 0.97)
+    (None, 0.95)
     """
     if not _is_routing(routing):
         raise ConfigError(f"RetexConfig.routing must be {RULES['routing'][1]}, not {routing!r}.")

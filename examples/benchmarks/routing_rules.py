@@ -16,18 +16,21 @@ identified as their own task; "corrupted" is the mean over all kinds and severit
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from corrupted import CLEAN
-from experiment import RECIPES, load, markdown_table, parse, run, write
+from experiment import RECIPES, Recipe, load, markdown_table, parse, run, write
 from identifiers import by_regression
 from routing_features import PERTURBED, Features, StudyFeatures, stored
 from torch import Tensor
 
 from retex_hf import RetexConfig
+from retex_hf.evaluation import TaskData
 from retex_hf.routing import FeatureSpace, Signatures
 from retex_hf.routing.feature_space import spread
 from retex_hf.routing.fitting import fit_features
@@ -220,6 +223,15 @@ def doubt_table(found: Mapping[str, Any]) -> str:
     return f"Doubt:\n\n{markdown_table(['', 'share'], rows)}"
 
 
+def unseen_tests(recipe: Recipe) -> tuple[TaskData, ...]:
+    """Return test rows of the tasks that a suite's recipe holds out, which need no experts here."""
+    if recipe.suite is None:
+        return ()
+    tasks = map(importlib.import_module(recipe.suite).load_task, recipe.unseen)
+    rows = recipe.rows
+    return tuple(TaskData(task.name, list(task.test_inputs[:rows]), task.test_labels[:rows]) for task in tasks)
+
+
 def main() -> None:
     recipe, arguments = parse(
         __doc__,
@@ -227,7 +239,8 @@ def main() -> None:
         corrupted_rows={"type": int, "default": ROWS, "help": "corrupted test rows per task and condition"},
         source={"default": "average", "help": "body to read features from: a merge, or pretrained"},
     )
-    study = load(recipe, arguments.work_dir, mirror=arguments.mirror, with_unseen=True)
+    study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
+    study = replace(study, unseen_tests=unseen_tests(recipe))
     features = stored(study, arguments.work_dir, arguments.corrupted_rows, arguments.source)
     compared = [PAPER, RESIDUAL, BEFORE, DEFAULT]
     most = min(len(next(iter(pool[CLEAN].values()))) for pool in features.pool.values())

@@ -1,0 +1,36 @@
+"""The figures of docs/benchmarks.md and docs/route.md on out-of-distribution rows are those of the result file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
+
+import far_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+FOUND = json.loads((RESULTS / "far_inputs_images.json").read_text(encoding="utf-8"))
+
+
+def test_the_tables_are_those_of_the_results():
+    text = far_inputs.markdown(FOUND)
+    assert (RESULTS / "far_inputs_images.md").read_text(encoding="utf-8") == text
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for table in text.split("\n\n")[1:]:
+        assert table.strip() in page
+
+
+def test_the_guide_says_what_was_measured():
+    page = " ".join((ROOT / "docs" / "route.md").read_text(encoding="utf-8").split())
+    at = far_inputs.QUANTILES.index(0.95)
+    rows = {name: shares[at] for name, shares in FOUND["rows"].items()}
+    left_out = [share for name, share in rows.items() if name.endswith("left out")]
+    assert (
+        f"takes {100 * rows[far_inputs.OWN]:.1f} % for out-of-distribution, of photographs (cifar10) "
+        f"{100 * rows['cifar10']:.0f} %, of noise {100 * rows['noise']:.0f} %, of tasks left out of the build "
+        f"{100 * min(left_out) + 1e-9:.0f} to {100 * max(left_out):.0f} %"
+    ) in page
+    assert f"upside down, {100 * rows['own images, upside down']:.0f} %" in page
