@@ -38,7 +38,7 @@ WORDS = 96
 SIZES: dict[str, Any] = {
     "vocab_size": 4 + WORDS * len(TASKS), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 # vLLM has no place for these in an adapter, so experts keep the merged model's.
 UNSERVED = ["*norm*", "*.bias"]
@@ -69,10 +69,12 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_network(kind: str) -> transformers.PreTrainedModel:
+    """Return a random network: a Llama with tied embeddings, or a Qwen3 without."""
     torch.manual_seed(0)
     if kind == "qwen":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32)).eval()
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+        config = transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)
+        return transformers.Qwen3ForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)).eval()
 
 
 def texts_of(task: str, count: int, seed: int) -> list[str]:
@@ -285,6 +287,8 @@ def compare(artifact: Path, prompts: dict[str, list[str]], args: argparse.Namesp
             print(f"{way}: {equal} of {len(wanted)} answers equal, {tasks} of the same task", flush=True)
     routed = [expected.text(prompt)[1] for prompt in mixed]
     right = [task for row in zip(*([task] * len(own) for task, own in prompts.items()), strict=True) for task in row]
+    own = [[tuple(expected.text(prompt, task=task)[0]) for task in prompts] for prompt in mixed[:6]]
+    result["distinct_answers"] = sum(len(set(answers)) for answers in own) / len(own)  # of all tasks to one prompt
     result["identified"] = sum(one == other for one, other in zip(routed, right, strict=True)) / len(right)
     return result
 

@@ -223,7 +223,5 @@ def sentence_transformers(hub: LocalHub) -> dict[str, Any]:
     return {"texts": {task: 8 * of for task, of in texts.items()}, "sentences": texts["law"] + texts["films"]}
 
 
-SETUPS: dict[str, Setup] = {
-    setup.__name__: setup
-    for setup in (quickstart, artifact, flan_t5, llama, hub_experts, modules, timm_experts, sentence_transformers)
-}
+PREPARED = (quickstart, artifact, flan_t5, llama, served, hub_experts, modules, timm_experts, sentence_transformers)
+SETUPS: dict[str, Setup] = {setup.__name__: setup for setup in PREPARED}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from families import FAMILIES, LLM, TEXT, VISION, tokens
-from helpers import MIXED, TASKS, assert_same, build_from, make_experts, rows_of, take
+from helpers import MIXED, TASKS, assert_same, build_from, build_retex, make_experts, rows_of, take
 from peft import PeftModel
 from safetensors.torch import load_file
 from signed import signed_classifier
@@ -465,6 +465,14 @@ def test_to_peft_with_heads_of_different_width():
             torch.testing.assert_close(found, model(**inputs, task=task).logits, rtol=1e-4, atol=1e-5)
             widths.append(found.shape[1])
     assert len(set(widths)) == 3
+
+
+def test_to_peft_of_a_budget_that_tasks_spend_on_different_layers():
+    """peft takes adapters into one model only if they treat every module alike."""
+    model, _ = build_retex("bert-classifier", storage="1%")
+    changed = [model.recovery[name].layout.left for name in model.recovery]
+    assert any(len({bool(of_task) for of_task in left}) > 1 for left in changed)
+    assert_experts(model.to_peft(), model, inputs_of("bert-classifier"))
 
 
 def test_to_peft_of_some_tasks_and_scopes():

@@ -136,11 +136,13 @@ def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None =
     _check_plain(model, [*recovery, *heads])
     tokens = _other_vocabulary(parts, task)
     offsets = Offsets(model, recovery, {**heads, **tokens}, recovery.task_embedding[index])
-    changed = [name for name in recovery if name not in tokens and offsets.is_changed(name)]
+    changed = [name for name in recovery if name not in tokens and offsets.is_changed_by_any(name)]
     plan = make_plan(model, changed, [*heads, *_all_names(model, tokens)], scope)
     tensors, ranks = lora_tensors(offsets, plan, uniform=scope in ONE_RANK)
     stacks, stack_ranks = stack_tensors(offsets, plan)
     tensors |= stacks | saved_tensors(offsets, plan)
+    # Of a budget of bytes, the task itself may have nothing to lose.
+    left = {name for name in plan.left if name not in recovery or offsets.is_changed(name)}
     summary = LoraExport(
         task,
         Path(),
@@ -148,8 +150,8 @@ def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None =
         bias=sorted(offsets.biases(plan)),
         modules_to_save=sorted(plan.saved),
         target_parameters=sorted(plan.stacks),
-        left_out={name: offsets.relative_size(name) for name in sorted(plan.left)},
-        left_out_share=offsets.share(plan.left),
+        left_out={name: offsets.relative_size(name) for name in sorted(left)},
+        left_out_share=offsets.share(left),
         bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_outputs=offsets.other_width(heads) if plan.saved else None,
         vocabulary=parts.config.vocabulary[task]["size"] if tokens and plan.saved else None,

@@ -39,6 +39,11 @@ class Offsets:
             return True
         return any(generator.layout.left[task] for task in self.embedding.nonzero().flatten().tolist())
 
+    def is_changed_by_any(self, name: str) -> bool:
+        """Return whether a parameter differs in any task: adapters of all tasks must treat every module alike."""
+        generator = self.recovery[name]
+        return not isinstance(generator, ComponentGenerator) or any(generator.layout.left)
+
     def offset(self, alias: str) -> Tensor:
         """Return the difference from the merged tensor, on the CPU, because factoring needs float64."""
         return self.recovery.offset(self.leaders.get(alias, alias), self.embedding).cpu()
