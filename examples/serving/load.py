@@ -17,6 +17,7 @@ import itertools
 import json
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -270,6 +271,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run the measurements that the command line asks for."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end with this process
     texts, model = read_texts(options), RetexModel.from_pretrained(options.artifact)
     asked = {name: questions(model, texts, name, options.max_tokens) for name in MODELS}
     results: dict[str, Any] = {"artifact": options.artifact, "inputs": len(texts), "threads": torch.get_num_threads()}

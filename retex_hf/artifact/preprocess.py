@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +39,8 @@ class Preprocessor:
         collate: Turns a list of such inputs into a batch.
         tokenizer: Decodes generated token ids, where the model reads texts.
         encode_texts: For dual encoders of images and texts: turns class prompts into a batch for the text encoder.
+
+    Threads may share it. `lock` is held while it converts; hold it to use its tokenizer beside that.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Preprocessor:
         encode_texts: Callable[[list[str]], dict[str, Tensor]] | None = None,
     ) -> None:
         self.kind, self.tokenizer, self.encode_texts = kind, tokenizer, encode_texts
-        self._collate = collate
+        self._collate, self.lock = collate, RLock()
 
     def __call__(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
         inputs = [Image.fromarray(value) if isinstance(value, np.ndarray) else value for value in inputs]
@@ -56,7 +59,8 @@ class Preprocessor:
             if not (_is_text(value) if self.kind == TEXT else isinstance(value, Image.Image)):
                 expected = "a text or a pair of texts" if self.kind == TEXT else "an image"
                 raise InputError(f"Input {index + 1} is a {type(value).__name__}, but this model takes {expected}.")
-        return self._collate(inputs)
+        with self.lock:  # a tokenizer is set to pad and to truncate before it runs
+            return self._collate(inputs)
 
 
 def _is_text(value: Any) -> bool:

@@ -16,10 +16,11 @@ from urllib.parse import unquote
 from PIL.Image import Image
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ..errors import RetexError
 from .budget import Budget
 from .calls import Call
 from .engine import CLASSIFIES, EMBEDS, GENERATES, Engine
-from .errors import ApiError, too_many
+from .errors import ApiError, as_api_error, too_many
 from .fields import parse_body
 from .http import Disconnected, Receive, Reply, Scope, Send, announced_bytes, header, read_body, unless_disconnected
 from .logs import log
@@ -126,9 +127,10 @@ class App:
                 with self._bytes.take(announced_bytes(scope, self.options.max_bytes)):
                     exchange.body = await read_body(scope, receive, self.options.max_bytes)
                     await unless_disconnected(receive, handler(exchange))
-        except ApiError as error:
-            exchange.noted["refused"] = error.code or "invalid_request"
-            await exchange.reply.error(error)
+        except RetexError as error:
+            refused = as_api_error(error)
+            exchange.noted["refused"] = refused.code or "invalid_request"
+            await exchange.reply.error(refused)
         except TimeoutError:
             exchange.noted["refused"] = "timeout"
             sentence = f"The request took longer than {self.options.timeout:g} seconds."
@@ -265,10 +267,7 @@ def _echoes(engine: Engine, request: GenerationRequest, rows: list[Row]) -> list
     assert engine.generation is not None
     task = request.model if request.model in engine.names.tasks else None
     tokenizer = engine.generation.tokenizer(task)
-    prompts = [
-        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
-        for prompt in request.prompts
-    ]
+    prompts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in request.prompts]
     return [prompt for prompt in prompts for _ in range(request.copies)]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RetexError
 from .batching import Batcher
-from .errors import ApiError
+from .errors import ApiError, as_api_error
 from .metrics import Metrics
 from .rows import Done, Event, Failed, Row
 
@@ -53,7 +53,7 @@ class Call:
         while self._answered < len(self.rows):
             row, event = await self._events.get()
             if isinstance(event, Failed):
-                raise as_api_error(event.error)
+                raise as_failure(event.error)
             self._answered += isinstance(event, Done)
             yield row, event
 
@@ -63,12 +63,10 @@ class Call:
         return [found[row.index] for row in self.rows]
 
 
-def as_api_error(error: Exception) -> Exception:
+def as_failure(error: Exception) -> Exception:
     """Return the failure of a row as what the client is told; bugs stay as they are."""
-    if isinstance(error, ApiError):
-        return error
     if isinstance(error, RetexError):
-        return ApiError(400, str(error))
+        return as_api_error(error)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return ApiError(503, "The request did not fit into memory: send a shorter one, or try again later.")
     return error

@@ -19,6 +19,7 @@ from ..routing import Routing
 from .metrics import Metrics
 from .rows import Decision, Done, Routed, Row, Text
 from .sampling import Sampling
+from .shared_tokenizer import SharedTokenizer
 from .text_stream import StopFinder, TextStream
 from .turns import Turns
 
@@ -116,7 +117,7 @@ class Decoding:
     def __init__(
         self,
         rows: Sequence[Row],
-        tokenizer: Any,
+        tokenizer: SharedTokenizer,
         prompts: Sequence[Sequence[int]],
         ends: Callable[[str | None], frozenset[int]],
         metrics: Metrics,

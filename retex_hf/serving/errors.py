@@ -43,3 +43,8 @@ class ApiError(RetexError):
 def too_many(message: str, seconds: int) -> ApiError:
     """Return the refusal of a request that may be sent again after some seconds."""
     return ApiError(429, message, code="overloaded", headers={"retry-after": str(seconds)})
+
+
+def as_api_error(error: RetexError) -> ApiError:
+    """Return an error of this library as the refusal of a request."""
+    return error if isinstance(error, ApiError) else ApiError(400, str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from .metrics import Metrics
 from .options import ServeOptions
 from .rows import AUTO, MERGED, Decision, Row
 from .sampling import Sampling
+from .shared_tokenizer import SharedTokenizer
 from .turns import Turns
 
 # Whatever the model's own settings are: one answer per row, its tokens chosen by `Decoding`.
@@ -38,9 +38,9 @@ class TextGeneration:
 
     # ---- before the queue --------------------------------------------------------------------------------------------
 
-    def tokenizer(self, task: str | None) -> Any:
+    def tokenizer(self, task: str | None) -> SharedTokenizer:
         """Return the tokenizer of a task, if it has one of its own, else that of the merged model."""
-        return self.predictor.own.get(task or "", self.predictor.preprocessor).tokenizer
+        return SharedTokenizer(self.predictor.own.get(task or "", self.predictor.preprocessor))
 
     def owner(self, task: str | None) -> str | None:
         """Return the task whose tokenizer a task uses: itself, or None for that of the merged model."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
-from ..errors import first_line
 from .errors import ApiError
+from .shared_tokenizer import SharedTokenizer
 
-Tokenizers = Callable[[str | None], Any]
+Tokenizers = Callable[[str | None], SharedTokenizer]
 Encode = Callable[[str | None], list[int]]
 
 
@@ -18,7 +17,7 @@ def encode_text(text: str, tokenizers: Tokenizers) -> Encode:
 
     @cache
     def encode(owner: str | None) -> list[int]:
-        return list(tokenizers(owner)(text)["input_ids"])
+        return tokenizers(owner).ids(text)
 
     return encode
 
@@ -44,20 +43,6 @@ def encode_chat(messages: list[dict[str, str]], tokenizers: Tokenizers) -> Encod
 
     @cache
     def encode(owner: str | None) -> list[int]:
-        tokenizer = tokenizers(owner)
-        if not tokenizer.chat_template:
-            raise ApiError(
-                400,
-                "The tokenizer of this model has no chat template: use /v1/completions, or save a template with it.",
-                param="messages",
-                code="no_chat_template",
-            )
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise errors of their own, such as for roles that do not alternate
-            raise ApiError(
-                400, f"The chat template does not take these messages: {first_line(error)[:200]}", param="messages"
-            ) from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizers(owner).chat(messages)
 
     return encode

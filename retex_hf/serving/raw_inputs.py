@@ -7,6 +7,7 @@ from typing import Any
 from ..artifact.preprocess import IMAGE
 from ..workflows.predictor import Predictor
 from .rows import AUTO, MERGED, Row
+from .shared_tokenizer import SharedTokenizer
 
 
 class RawInputs:
@@ -24,7 +25,7 @@ class RawInputs:
         rows = []
         for value in values:
             pair = value if isinstance(value, tuple) else (value,)
-            count = len(preprocessor.tokenizer(*pair)["input_ids"])
+            count = len(SharedTokenizer(preprocessor).ids(*pair))
             read = preprocessor([value])["input_ids"].shape[1]
             rows.append(Row(value, model, key, size=read, tokens=read, truncated=read < count))
         return rows

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from .shared_tokenizer import SharedTokenizer
 
 # Tokens of the prompt that the first ones are decoded with, so that a space between them stays.
 CONTEXT = 5
@@ -18,11 +19,11 @@ class TextStream:
     A token is decoded with those before it, because tokenizers put spaces between tokens and split characters.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Decodes token ids.
         prompt: Token ids that the text follows on; none for encoder-decoders.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: SharedTokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-CONTEXT:])
         self._start, self._read = 0, len(self._ids)
@@ -47,7 +48,7 @@ class TextStream:
         return now[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(ids)
 
 
 class StopFinder:

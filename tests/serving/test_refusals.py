@@ -136,6 +136,7 @@ def test_values_that_change_nothing_are_accepted(decoder):
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": [3]}, "input[0]"),
+        ({"input": ["rose", ""]}, None),
         ({"input": ["rose", ["a", "b", "c"]]}, "input[1]"),
         ({"input": "rose", "top_k": 2}, "top_k"),
         ({"input": ["rose"] * 5}, None),

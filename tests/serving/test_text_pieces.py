@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from retex_hf.artifact.preprocess import Preprocessor
 from retex_hf.serving.sampling import Sampling
+from retex_hf.serving.shared_tokenizer import SharedTokenizer
 from retex_hf.serving.text_stream import StopFinder, TextStream
 
 WORDS = "der Fluß fließt übers Feld; 🐟🐠 日本語 тест, naïve café — the quick (brown) fox's jump."
@@ -34,11 +37,15 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def shared(tokenizer: PreTrainedTokenizerFast) -> SharedTokenizer:
+    return SharedTokenizer(Preprocessor("text", lambda texts: {}, tokenizer))
+
+
 @pytest.mark.parametrize("make", [byte_level, metaspace])
 def test_the_pieces_are_the_text(make):
     tokenizer = make()
     ids = tokenizer(WORDS)["input_ids"]
-    stream = TextStream(tokenizer)
+    stream = TextStream(shared(tokenizer))
     pieces = [stream.push(token) for token in ids]
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids) == WORDS
     assert not any("\ufffd" in piece for piece in pieces)
@@ -51,7 +58,7 @@ def test_a_text_follows_on_its_prompt_with_the_space_between(make):
     for cut in range(1, len(ids)):
         if "\ufffd" in tokenizer.decode(ids[:cut]):
             continue  # a prompt does not end within a character
-        stream = TextStream(tokenizer, ids[:cut])
+        stream = TextStream(shared(tokenizer), ids[:cut])
         text = "".join(stream.push(token) for token in ids[cut:]) + stream.finish()
         assert tokenizer.decode(ids[:cut]) + text == WORDS, cut
 
@@ -60,7 +67,7 @@ def test_half_a_character_at_the_end_is_shown_as_such():
     tokenizer = byte_level()
     ids = tokenizer("🐟")["input_ids"]
     assert len(ids) > 1
-    stream = TextStream(tokenizer)
+    stream = TextStream(shared(tokenizer))
     assert [stream.push(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
     assert stream.finish() == "\ufffd"
 
@@ -102,3 +109,21 @@ def test_drawn_tokens_follow_the_distribution():
     assert Sampling(temperature=1.0, top_k=1).probabilities(scores).tolist() == [1, 0, 0, 0]
     assert Sampling(temperature=1.0, top_p=0.0).probabilities(scores).tolist() == [1, 0, 0, 0]
     assert Sampling(temperature=2e-6).probabilities(1e4 * scores).tolist() == [1, 0, 0, 0]
+
+
+def test_threads_share_a_tokenizer_that_is_set_in_different_ways():
+    """One thread truncates and pads, others do not: each gets its own."""
+    tokenizer, text = byte_level(), WORDS * 20
+    tokenizer.pad_token = tokenizer.decode([0])
+    preprocessor = Preprocessor(
+        "text", lambda rows: tokenizer(rows, padding=True, truncation=True, max_length=5), tokenizer
+    )
+    free, length = SharedTokenizer(preprocessor), len(tokenizer(text)["input_ids"])
+
+    def run(number: int) -> int:
+        if number % 2:
+            return len(preprocessor([text, "a"])["input_ids"][1])
+        return len(free.ids(text))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(400))) == [length, 5] * 200
