@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from retex_hf import ConfigError, InputError, RetexError, RetexModel, TaskError
 from retex_hf.backends import library_of
+from retex_hf.routing import fitting, shallowest_good
 from retex_hf.routing.perturbation import perturbed_inputs
 
 
@@ -185,12 +186,24 @@ def test_auto_takes_the_shallowest_layer_that_tells_the_tasks_apart():
         assert set(model.identify(references[task][0]).tasks) == {task}
 
 
-def test_fitting_reports_accuracies_and_takes_one_of_the_layers():
+def test_fitting_reports_accuracies_and_takes_the_layer_that_they_and_perturbed_references_point_to(monkeypatch):
+    judged = []
+
+    def noted(values: list[float]) -> int:
+        judged.append(values)
+        return shallowest_good(values)
+
+    monkeypatch.setattr(fitting, "shallowest_good", noted)
     model = fitted(feature_layer="auto")
+    judged.clear()
     accuracies = model.fit_signatures({task: [words(task, 64)] for task in TASKS}, progress=False)
     assert list(accuracies) == ["encoder.layer.0", "encoder.layer.1"]
     assert all(0.9 < accuracy <= 1 for accuracy in accuracies.values())
-    assert model.signatures.feature_layer in accuracies  # which of them depends on perturbed references too
+    ((*means,),) = judged
+    # A mean of two shares, of which one is reported: the other is a share of the 192 references, too.
+    others = [2 * mean - clean for mean, clean in zip(means, accuracies.values(), strict=True)]
+    assert all(0 <= share <= 1 and 192 * share == pytest.approx(round(192 * share)) for share in others)
+    assert model.signatures.feature_layer == list(accuracies)[shallowest_good(means)]
 
 
 @pytest.mark.parametrize("layer", [-1, "encoder.layer.1"])
