@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,16 +76,24 @@ def make_server(service: Service) -> Server:
     return Server(config, service)
 
 
-def serve(artifact: str | Path, options: ServeOptions) -> int:
-    """Serve an artifact until SIGTERM or SIGINT; return the exit code."""
-    service = Service(artifact, options)
-    server = make_server(service)
+def listen(server: Server) -> socket.socket:
+    """Open the server's port. Clients may connect from now on, and are answered as soon as the server runs."""
+    options = server.config
     try:
-        listener = server.config.bind_socket()
+        listener = options.bind_socket()
     except SystemExit:  # uvicorn logs the reason, and exits
         raise ConfigError(
             f"--host {options.host} --port {options.port} cannot be listened on: the port is in use, or not yours."
         ) from None
+    listener.listen(options.backlog)
+    return listener
+
+
+def serve(artifact: str | Path, options: ServeOptions) -> int:
+    """Serve an artifact until SIGTERM or SIGINT; return the exit code."""
+    service = Service(artifact, options)
+    server = make_server(service)
+    listener = listen(server)
     port = listener.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     engine = service.engine

@@ -19,7 +19,7 @@ from torch import nn
 
 from retex_hf import RetexConfig, RetexModel
 from retex_hf.serving.options import ServeOptions
-from retex_hf.serving.server import make_server
+from retex_hf.serving.server import listen, make_server
 from retex_hf.serving.service import Service
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}rose{% endif %}"
@@ -126,7 +126,7 @@ def served(artifact: Path, **options: Any) -> Iterator[Endpoint]:
     """Serve an artifact from a thread."""
     service = Service(artifact, ServeOptions(port=0, **options))
     server = make_server(service)
-    listener = server.config.bind_socket()
+    listener = listen(server)
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     endpoint = Endpoint(service, listener.getsockname()[1])
