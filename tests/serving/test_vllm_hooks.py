@@ -14,7 +14,7 @@ import pytest
 from retex_hf.errors import InputError, RetexError
 from retex_hf.serving.vllm.headers import RoutingHeaders
 from retex_hf.serving.vllm.hooks import hook_generation, hook_pooling, token_ids
-from retex_hf.serving.vllm.plugin import RetexPlugin
+from retex_hf.serving.vllm.plugin import RetexPlugin, check_slots
 from retex_hf.serving.vllm.router import Decision
 
 LABELS = {"red": {0: "rose", 1: "ruby"}, "blue": {0: "sky", 1: "sea"}}
@@ -243,3 +243,18 @@ def test_the_plugin_is_an_entry_point():
 def test_a_server_without_an_engine_is_refused():
     with pytest.raises(RetexError, match="needs an engine"):
         asyncio.run(RetexPlugin().init_state(None, SimpleNamespace(), SimpleNamespace(model="x")))
+
+
+def test_a_slot_must_stay_empty_on_cpus():
+    """Else vLLM 0.32 runs prompts without an adapter on the last one."""
+
+    def config(device, slots):
+        lora = None if slots is None else SimpleNamespace(max_loras=slots)
+        return SimpleNamespace(lora_config=lora, device_config=SimpleNamespace(device_type=device))
+
+    check_slots(config("cpu", 4), 3)
+    check_slots(config("cuda", 2), 3)
+    with pytest.raises(RetexError, match="--max-loras 4"):
+        check_slots(config("cpu", 3), 3)
+    with pytest.raises(RetexError, match="--enable-lora"):
+        check_slots(config("cuda", None), 3)

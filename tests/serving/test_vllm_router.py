@@ -155,7 +155,7 @@ def test_command_line_of_vllm(tmp_path):
     given = arguments(read_exported(tmp_path / "retex"), Options())
     text = " ".join(given)
     assert given[:2] == ["serve", str(tmp_path / "retex")] and "secret" not in text
-    for flags in ("--dtype float32", "--max-lora-rank 8", "--max-loras 3", "--port 8765", "--max-lora-cls-labels 4"):
+    for flags in ("--dtype float32", "--max-lora-rank 8", "--max-loras 4", "--port 8765", "--max-lora-cls-labels 4"):
         assert flags in text
     modules = [json.loads(item) for item in given[given.index("--lora-modules") + 1 :]]
     assert [module["name"] for module in modules] == ["red", "green", "blue"]

@@ -19,8 +19,8 @@ from ...errors import RetexError
 from .exported import Exported, read_exported
 from .plugin import RetexPlugin
 
-# Adapters that run in one batch; vLLM keeps a slot for each in the memory of the device.
-MOST_IN_BATCH = 8
+# Slots for adapters, which vLLM keeps in the memory of the device; more adapters take turns.
+MOST_SLOTS = 16
 # Further arguments of `vllm serve`, as a shell would read them.
 MORE_ARGUMENTS = "RETEX_VLLM_ARGS"
 # Plugins that vLLM loads unless VLLM_PLUGINS names others.
@@ -80,8 +80,9 @@ def arguments(exported: Exported, options: Endpoint) -> list[str]:
     ]
     flags = ["serve", str(exported.folder), "--host", options.host, "--port", str(options.port)]
     flags += ["--served-model-name", MERGED, "--dtype", exported.dtype, "--enable-lora"]
-    flags += ["--max-lora-rank", str(exported.max_rank), "--max-loras", str(min(tasks, MOST_IN_BATCH))]
-    flags += ["--max-cpu-loras", str(tasks)]
+    flags += ["--max-lora-rank", str(exported.max_rank)]
+    # One slot stays empty: see `check_slots` in plugin.py.
+    flags += ["--max-loras", str(min(tasks + 1, MOST_SLOTS)), "--max-cpu-loras", str(tasks + 1)]
     if exported.max_labels is not None:
         flags += ["--max-lora-cls-labels", str(exported.max_labels)]
     return [*flags, "--lora-modules", *modules]

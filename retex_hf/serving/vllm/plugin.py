@@ -42,6 +42,7 @@ class RetexPlugin:
         if engine_client is None:
             raise RetexError("The plugin of retex_hf needs an engine: leave VLLM_PLUGINS unset for `vllm render`.")
         exported = read_exported(Path(args.model))
+        check_slots(engine_client.vllm_config, len(exported.tasks))
         models = state.openai_serving_models
         await load_adapters(models, exported)
         route = MicroBatches(Router(exported, os.environ.get(DEVICE, "cpu")))
@@ -58,6 +59,21 @@ class RetexPlugin:
             raise RetexError("vLLM serves this model by no endpoint that can be routed.")
         _list_auto(models)
         logger.info("retex routes %s by %s.", ", ".join(hooked), ", ".join(exported.signatures.space.layers))
+
+
+def check_slots(config: Any, tasks: int) -> None:
+    """Refuse a server on CPUs without an empty slot for adapters.
+
+    vLLM 0.32 gives prompts without an adapter the slot -1. Its kernels for CPUs take that for the last slot: with an
+    adapter there, the merged model answers wrongly.
+    """
+    slots = config.lora_config.max_loras if config.lora_config is not None else None
+    if slots is None:
+        raise RetexError("The tasks are adapters: start vLLM with --enable-lora.")
+    if config.device_config.device_type == "cpu" and slots <= tasks:
+        raise RetexError(
+            f"On CPUs, {tasks} tasks need one slot more than that: start vLLM with --max-loras {tasks + 1}."
+        )
 
 
 async def load_adapters(models: Any, exported: Exported) -> None:
