@@ -81,7 +81,7 @@ class ServeOptions:
         """Refuse values that no endpoint can have."""
         for name in POSITIVE:
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{_flag(name)} must be above 0, not {getattr(self, name)}.")
+                raise ConfigError(f"{flag_of(name)} must be above 0, not {getattr(self, name)}.")
         if not 0 <= self.max_wait_ms <= 60_000:
             raise ConfigError(f"--max-wait-ms must be from 0 to 60000, not {self.max_wait_ms}.")
         if not 0 <= self.port <= 65_535:
@@ -94,5 +94,6 @@ class ServeOptions:
             raise ConfigError(f"--host {self.host!r} is not an address of this machine.") from None
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the flag of the command line that sets a field."""
     return "--" + name.replace("_", "-")

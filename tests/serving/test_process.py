@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from retex_hf import ConfigError
 from retex_hf.cli import main
 from retex_hf.serving import launch
 from retex_hf.serving.options import ServeOptions
+from retex_hf.serving.vllm import launch as vllm_launch
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -114,13 +116,30 @@ def test_a_port_that_is_taken_says_one_sentence(artifact, capsys):
     assert f"--port {port} cannot be listened on" in capsys.readouterr().err
 
 
-def test_the_engine_is_vllm_where_it_can_be(monkeypatch, tmp_path):
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """Pretend that vLLM is installed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "vllm" else found(name))
+
+
+def test_the_engine_is_vllm_where_it_can_be(monkeypatch, with_vllm, tmp_path):
     asked = []
-    monkeypatch.setattr(launch, "_missing_for_vllm", lambda: None)
-    monkeypatch.setattr(launch, "_vllm", lambda artifact, options: asked.append((artifact, options)) or 0)
+    monkeypatch.setattr(vllm_launch, "why_not", lambda artifact: None)
+    monkeypatch.setattr(vllm_launch, "serve", lambda artifact, options: asked.append((artifact, options)) or 7)
     options = ServeOptions()
-    assert launch.serve(str(tmp_path), options) == 0
-    assert launch.serve(str(tmp_path), options, "vllm") == 0
-    assert asked == [(str(tmp_path), options)] * 2
+    assert launch.serve(str(tmp_path), options) == 7
+    assert launch.serve(str(tmp_path), options, "vllm") == 7
+    assert asked == [(tmp_path, options)] * 2
     with pytest.raises(ConfigError, match="--max-batch must be above 0"):
         launch.serve(str(tmp_path), ServeOptions(max_batch=0))
+
+
+def test_what_vllm_cannot_do_is_left_to_the_embedded_engine(with_vllm, artifact, tmp_path):
+    """With `--engine vllm` the same sentence is the error; no setting is ignored."""
+    assert "export" in launch.why_not_vllm(str(artifact), ServeOptions())  # it has not been exported
+    assert "is no folder" in launch.why_not_vllm("org/some-model", ServeOptions())
+    said = launch.why_not_vllm(str(artifact), ServeOptions(max_batch=8))
+    assert said == "--max-batch is a setting of the embedded engine; vLLM takes its own from RETEX_VLLM_ARGS."
+    with pytest.raises(ConfigError, match="The engine vllm cannot be used: --pooling is a setting"):
+        launch.serve(str(artifact), ServeOptions(pooling="last"), "vllm")
