@@ -29,7 +29,8 @@ class Batcher:
         run: Answers the rows of a batch, each by `Row.send`.
         metrics: Counts rows and batches.
         rows: Most rows of a batch.
-        tokens: Most tokens of a batch, if all rows are padded to the longest; a single row may have more.
+        tokens: Most tokens of a batch, padding included; a single row may have more.
+        width: Most tokens that a model takes of one row, padding and answer included; None: any number.
         wait: Seconds.
         queue: Most rows that wait.
         threads: Most batches that run at a time.
@@ -42,12 +43,13 @@ class Batcher:
         *,
         rows: int,
         tokens: int,
+        width: int | None = None,
         wait: float,
         queue: int,
         threads: int = 1,
     ) -> None:
         self._run, self._metrics = run, metrics
-        self._rows, self._tokens, self._wait, self._most = rows, tokens, wait, queue
+        self._rows, self._tokens, self._width, self._wait, self._most = rows, tokens, width, wait, queue
         self._queue: deque[Row] = deque()
         self._changed = Condition()
         self._running, self._closing, self._rate = 0, False, 0.0
@@ -152,15 +154,19 @@ class Batcher:
                 self._changed.wait(left)
 
     def _gather(self) -> tuple[list[Row], bool]:
-        """Return the rows that may run with the oldest one, and whether no more fit."""
-        batch, longest = [self._queue[0]], self._queue[0].size
+        """Return the rows that may run with the oldest one, and whether no more fit.
+
+        All rows of a batch run for as long as the longest answer takes, on prompts as wide as the longest one.
+        """
+        batch, prompt, answer = [self._queue[0]], self._queue[0].tokens, self._queue[0].answer
         for row in list(self._queue)[1:]:
-            if row.key != batch[0].key:
+            wider = max(prompt, row.tokens) + max(answer, row.answer)
+            if row.key != batch[0].key or (self._width is not None and wider > self._width):
                 continue
-            if len(batch) >= self._rows or max(longest, row.size) * (len(batch) + 1) > self._tokens:
+            if len(batch) >= self._rows or wider * (len(batch) + 1) > self._tokens:
                 return batch, True
             batch.append(row)
-            longest = max(longest, row.size)
+            prompt, answer = max(prompt, row.tokens), max(answer, row.answer)
         return batch, len(batch) >= self._rows
 
     def _take(self, batch: list[Row]) -> None:

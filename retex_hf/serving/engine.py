@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..backends import library_of
 from ..errors import ConfigError
@@ -31,6 +32,8 @@ from .prompts import encode_chat, encode_ids, encode_text
 from .requests import GenerationRequest, InputRequest
 from .rows import AUTO, MERGED, Row
 
+# Most characters of a text for every token that is read; a token of English has four or five.
+CHARACTERS = 32
 # Batches that generate take turns, token by token; others are short.
 GENERATING_BATCHES = 2
 # What a model does, and where it is asked for it.
@@ -76,6 +79,7 @@ class Engine:
             metrics,
             rows=options.max_batch,
             tokens=options.max_batch_tokens,
+            width=self.generation.context if self.generation and self.generation.continues else None,
             wait=options.max_wait_ms / 1000,
             queue=options.max_queue,
             threads=GENERATING_BATCHES if self.generation else 1,
@@ -94,6 +98,8 @@ class Engine:
     def input_rows(self, request: InputRequest) -> list[Row]:
         """Return the rows of a request to classify or embed."""
         assert self.inputs is not None
+        for value in request.values:
+            self._check_characters("input", *(value if isinstance(value, tuple) else (value,)))
         rows = self.inputs.rows(request.values, self.names.check(request.model))
         return _numbered(rows)
 
@@ -102,6 +108,9 @@ class Engine:
         generation, model = self.generation, self.names.check(request.model)
         assert generation is not None
         task = None if model in (AUTO, MERGED) else model
+        for given in request.prompts:
+            self._check_characters("prompt", given)
+        self._check_characters("messages", *(message["content"] for message in request.messages or ()))
         encoders = [
             encode_text(prompt, generation.tokenizer)
             if isinstance(prompt, str)
@@ -118,6 +127,16 @@ class Engine:
                 prompt = replace(prompt, max_tokens=room)
             rows += generation.rows(prompt, model, request.copies)
         return _numbered(rows)
+
+    def _check_characters(self, param: str, *texts: Any) -> None:
+        """Refuse texts that are too long for any tokenizer to make few enough tokens of: to find that out by tokenising
+        them could take minutes, in which nothing else runs."""
+        most = CHARACTERS * self.options.max_prompt_tokens
+        count = sum(len(text) for text in texts if isinstance(text, str))
+        if count > most:
+            raise ApiError(
+                400, f"A text has {count} characters; at most {most} are read.", param=param, code="text_too_long"
+            )
 
     def close(self) -> None:
         """Finish all rows, then stop."""

@@ -149,7 +149,8 @@ def read_inputs(fields: Fields, options: ServeOptions, kind: str, *, vectors: bo
 
 
 def _model(fields: Fields) -> str:
-    return fields.text("model", AUTO) or AUTO
+    name = fields.text("model")
+    return AUTO if name is None else name
 
 
 def _sampling(fields: Fields, default: Sampling) -> Sampling:

@@ -109,6 +109,11 @@ class Row:
     routed: bool = False
     begun: bool = False
 
+    @property
+    def answer(self) -> int:
+        """Return the most tokens that the row takes beyond its input."""
+        return self.size - self.tokens
+
     def send(self, event: Event) -> None:
         """Report to the request, its task once; nothing follows an answer or a failure."""
         if self.finished or (self.routed and isinstance(event, Routed)):

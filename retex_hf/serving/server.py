@@ -91,6 +91,8 @@ def listen(server: Server) -> socket.socket:
 
 def serve(artifact: str | Path, options: ServeOptions) -> int:
     """Serve an artifact until SIGTERM or SIGINT; return the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload before the artifact is loaded
     service = Service(artifact, options)
     server = make_server(service)
     listener = listen(server)

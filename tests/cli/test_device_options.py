@@ -14,7 +14,7 @@ from second_device import DEVICE, in_use, rule
 from retex_hf import RetexModel
 from retex_hf.cli import COMMANDS, main
 
-RUNNING = ("build", "sign", "predict", "eval", "add-task", "export", "demo")
+RUNNING = ("build", "sign", "predict", "eval", "add-task", "export", "demo", "serve")
 TEXTS = ["--text", "one two", "--text", "three"]
 
 

@@ -181,3 +181,25 @@ def test_turns_are_taken_in_order_and_handed_on():
     for thread in threads:
         thread.join(10)
     assert "".join(steps) == "ababab"
+
+
+def test_a_batch_is_no_wider_than_the_model_takes():
+    """All rows run for as long as the longest answer, on prompts as wide as the longest: each may fit, both not."""
+    trial = Trial(tokens=10_000, width=128)
+
+    def row(value: str, prompt: int, answer: int) -> Row:
+        return Row(value, "auto", "k", size=prompt + answer, tokens=prompt)
+
+    trial.submit(trial.row("first"))
+    trial.begun(1)
+    trial.submit(row("long prompt", 110, 5), row("long answer", 3, 120), row("short", 3, 5))
+    assert trial.finish() == [["first"], ["long prompt", "short"], ["long answer"]]
+
+
+def test_tokens_of_a_batch_count_padding():
+    trial = Trial(tokens=120)
+    rows = [Row(value, "auto", "k", size=42, tokens=tokens) for value, tokens in (("a", 40), ("b", 2))]
+    trial.submit(trial.row("first"))
+    trial.begun(1)
+    trial.submit(*rows)  # 40 tokens of prompt and 40 of answer, twice
+    assert trial.finish() == [["first"], ["a"], ["b"]]

@@ -152,6 +152,7 @@ def test_what_a_model_does_not_do_is_refused_and_says_what_it_does(decoder, labe
 
 
 def test_unknown_paths_methods_models_and_types(decoder):
+    assert refusal(decoder.http.post("/v1/completions", json={"model": "", "prompt": "rose"}), 404)["param"] == "model"
     assert "no '/v2'" in refusal(decoder.http.get("/v2"), 404)["message"]
     assert "takes POST only" in refusal(decoder.http.get("/v1/completions"), 405)["message"]
     unknown = refusal(decoder.http.post("/v1/completions", json={"prompt": "rose", "model": "x" * 900}), 404)
@@ -160,6 +161,20 @@ def test_unknown_paths_methods_models_and_types(decoder):
     assert decoder.http.get("/v1/models/red").json()["id"] == "red"
     typed = decoder.http.post("/v1/completions", content=b'{"prompt": "rose"}', headers={"content-type": "text/plain"})
     assert refusal(typed, 415)["message"] == "The content type must be application/json."
+
+
+def test_texts_that_are_too_long_are_not_tokenised(decoder, labels, monkeypatch):
+    """A tokenizer may take minutes for a long word, and nothing else runs meanwhile."""
+    for endpoint, path, body in (
+        (decoder, "/v1/completions", {"prompt": "a" * 33}),
+        (decoder, "/v1/completions", {"prompt": ["rose", "a" * 33]}),
+        (decoder, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 33}]}),
+        (labels, "/classify", {"input": ["rose", "a" * 33]}),
+        (labels, "/classify", {"input": [["rose", "a" * 33]]}),
+    ):
+        monkeypatch.setattr(endpoint.service.options, "max_prompt_tokens", 1)
+        error = refusal(endpoint.http.post(path, json=body))
+        assert error["code"] == "text_too_long" and "at most 32 are read" in error["message"]
 
 
 def test_bodies_that_are_too_large(decoder):
