@@ -109,7 +109,8 @@ def drawn(pool: Sequence[Tensor], count: int, draw: int) -> list[Tensor]:
 
 
 def chosen_block(pool: Features) -> str:
-    """Return the block that `feature_layer="auto"` takes: the shallowest that identifies held-out references well."""
+    """Return the shallowest block that identifies held-out references well; `feature_layer="auto"` judges perturbed
+    ones too."""
     accuracies = [held_out_accuracy(first(features, REFERENCES), RANK) for features in pool.values()]
     return list(pool)[shallowest_good(accuracies)]
 

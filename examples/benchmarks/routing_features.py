@@ -9,6 +9,7 @@ does it (`perturbed_inputs`), and test rows by corruptions.py or text_corruption
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 from cells import cell_name
 from corrupted import CLEAN, corrupted_task
 from experiment import Study
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -48,6 +51,35 @@ class StudyFeatures:
     test: dict[str, dict[str, Features]]
     unseen: dict[str, Features]
 
+    def save(self, file: Path) -> None:
+        """Write a safetensors file, whose names are the paths of the tensors."""
+        tensors: dict[str, Tensor] = {}
+
+        def add(found: Any, *path: str) -> None:
+            if isinstance(found, Tensor):
+                tensors[json.dumps(path)] = found.contiguous()
+            else:
+                for key, part in found.items():
+                    add(part, *path, key)
+
+        for name in ("pool", "test", "unseen"):
+            add(getattr(self, name), name)
+        save_file(tensors, file, {"blocks": json.dumps(self.blocks)})
+
+    @classmethod
+    def load(cls, file: Path) -> StudyFeatures:
+        """Read a file that `save` wrote."""
+        found: dict[str, Any] = {"pool": {}, "test": {}, "unseen": {}}
+        with safe_open(file, "pt") as tensors:
+            blocks = json.loads(tensors.metadata()["blocks"])
+            paths = sorted(map(json.loads, tensors.keys()), key=lambda path: blocks.index(path[-1]))
+            for *path, last in paths:
+                place = found
+                for key in path:
+                    place = place.setdefault(key, {})
+                place[last] = tensors.get_tensor(json.dumps([*path, last]))
+        return cls(blocks, **found)
+
 
 def conditions(study: Study) -> list[tuple[str, int]]:
     """Return the kinds of test rows with their severities; clean ones first."""
@@ -74,13 +106,13 @@ def stored(study: Study, work: Path, rows: int, source: str = "average") -> Stud
     unseen = [test.name for test in study.unseen_tests]
     settings = {"pool": POOL, "severities": SEVERITIES, "corrupted": rows, "unseen": unseen, "source": source}
     identity = study.identity("routing features", **settings)
-    file = (work / "cells" / cell_name("routing features", identity)).with_suffix(".pt")
+    file = (work / "cells" / cell_name("routing features", identity)).with_suffix(".safetensors")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
-        torch.save(vars(_compute(study, rows, source)), partial)
+        _compute(study, rows, source).save(partial)
         partial.rename(file)
-    return StudyFeatures(**torch.load(file, weights_only=True))
+    return StudyFeatures.load(file)
 
 
 def _compute(study: Study, rows: int, source: str) -> StudyFeatures:

@@ -354,7 +354,7 @@ class ExpertRunner:
             cached=lambda group: self._key(group, group.recovered) in self.cache,
             expert_bytes=expert_bytes(self.model.state_dict(), self.recovery) if swappable else 0,
             swappable=swappable,
-            mixed=lambda: self.cache.get(("mixed", self.trunk is not None), self._make_mixed),
+            mixed=lambda: self.cache.get("mixed" if self.trunk is None else "mixed behind trunk", self._make_mixed),
         )
 
     def _encoder(self) -> str | None:

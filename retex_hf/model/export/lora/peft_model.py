@@ -33,7 +33,7 @@ def to_peft(parts: RetexParts, tasks: Iterable[str] | None = None, *, scope: str
     model = deepcopy(parts.model).requires_grad_(False)
     peft_model: PeftModel | None = None
     for name in names:
-        adapter = make_adapter(parts, name, scope)
+        adapter = make_adapter(parts, name, scope, alike=True)
         if scope == "all":
             warn_of_losses(adapter.summary)
         config = replace(adapter.config)  # peft notes the model's name in it
