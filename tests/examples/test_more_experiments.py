@@ -210,7 +210,7 @@ def test_regression_is_at_its_minimum():
 def test_table_of_features_agrees_with_the_model(study, tmp_path):
     pool, test = identify.stored_features(study, tmp_path, "average", "average", 8)
     block = identify.chosen_block(pool)
-    model = build(study, feature_layer=block)
+    model = build(study, feature_layer=block, identification="residual")  # the rule of the script
     assert block == model.signatures.feature_layer
     rule = identifiers.by_residual(identify.first(pool[block], 8), identify.RANK)
     known = measuring.recovered(model, study)
