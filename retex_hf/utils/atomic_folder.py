@@ -443,11 +443,16 @@ def _clear_leftovers(parent: OpenFolder, name: str, kind: str, keep: str | None 
             _remove_or_warn(parent, staging)
 
 
-def _remove_or_warn(parent: OpenFolder, name: str) -> None:
-    """Remove a folder that is no longer needed; if that fails, only warn, because a leftover does no harm."""
+def _remove_or_warn(parent: OpenFolder, name: str, others_remove: tuple[int, ...] = ()) -> None:
+    """Remove a folder that is no longer needed; if that fails, only warn, because a leftover does no harm.
+
+    Errors with a number of `others_remove` mean that another process removes it.
+    """
     try:
         parent.remove(name)
     except (OSError, RecursionError) as error:
+        if getattr(error, "errno", None) in others_remove:
+            return
         reason = getattr(error, "strerror", None) or "it is nested too deeply"
         logger.warning("%s is left over, and could not be removed: %s.", parent.path / name, reason)
 
@@ -488,7 +493,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         try:
             yield place
         finally:
-            _remove_or_warn(parent, place.name)
+            _remove_scratch(parent, place.name)
             lock.release()
 
 
@@ -510,5 +515,14 @@ def _remove_if_left(parent: OpenFolder, name: str) -> None:
     lock = FileLock(parent.path / name / LOCK_NAME)
     with suppress(Timeout, OSError):  # in use, just removed, or its lock is not a file
         lock.acquire(timeout=0)
-        _remove_or_warn(parent, name)
+        _remove_scratch(parent, name)
         lock.release()
+
+
+def _remove_scratch(parent: OpenFolder, name: str) -> None:
+    """Remove a temporary folder whose lock this process holds.
+
+    The lock lies within the folder. Once it is gone, another process may take the folder for a leftover and make the
+    lock anew: the folder is not empty then, and that process removes it.
+    """
+    _remove_or_warn(parent, name, others_remove=(errno.ENOTEMPTY, errno.EEXIST))

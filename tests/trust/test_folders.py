@@ -326,6 +326,23 @@ def test_a_temporary_folder_that_its_owner_removes_meanwhile_is_no_error(tmp_pat
         assert place.is_dir()
 
 
+def test_a_temporary_folder_that_two_processes_remove_is_no_warning(tmp_path, monkeypatch, caplog):
+    """Its lock lies within it: once that is removed, another process can make it anew before the folder is gone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rmdir = os.rmdir
+
+    def late(name, **given):
+        (tmp_path / place.name / "lock").touch()
+        rmdir(name, **given)
+
+    with scratch_folder("try-") as place:
+        monkeypatch.setattr(os, "rmdir", late)
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    assert place.is_dir() and not caplog.records
+    with scratch_folder("try-"):  # as the other process does
+        assert not place.exists()
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
