@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from servers import vllm
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from retex_hf import RetexConfig, RetexModel
@@ -46,13 +43,6 @@ UNSERVED = ["*norm*", "*.bias"]
 LONGEST_TEXT = 400
 NEW_TOKENS = 16
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-# Environment in which the server starts on a small machine.
-SMALL = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "RETEX_VLLM_ARGS": "--enforce-eager --max-model-len 256",
-}
-LAUNCH = Path(__file__).resolve().parent / "docker" / "serve.py"
 
 
 # ---- artifacts -------------------------------------------------------------------------------------------------------
@@ -133,39 +123,6 @@ def sign_and_save(model: RetexModel, tokenizer: Any, texts: dict[str, list[str]]
     model.save_pretrained(folder)
     RetexModel.from_pretrained(folder, verify=False).save_description(folder)  # records the tokenizer
     print(RetexModel.from_pretrained(folder).export_vllm(folder))
-
-
-# ---- the server ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(
-    environment: Path, artifact: Path, log: Path, port: int, processes: int, patience: float = 3600
-) -> Iterator[str]:
-    """Run `vllm serve` on an artifact, with some API server processes; yield its address once it answers."""
-    command = [str(environment / "bin" / "python"), str(LAUNCH), str(artifact)]
-    with log.open("w") as output:
-        more = f"{SMALL['RETEX_VLLM_ARGS']} --api-server-count {processes}"
-        settings = {**os.environ, **SMALL, "RETEX_VLLM_ARGS": more, "PORT": str(port)}
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=settings)
-    try:
-        address, until = f"http://127.0.0.1:{port}", time.monotonic() + patience
-        while not answers(f"{address}/health"):
-            if process.poll() is not None or time.monotonic() > until:
-                sys.exit(f"vLLM did not start: see {log}.")
-            time.sleep(2)
-        yield address
-    finally:
-        process.terminate()
-        print(f"vLLM ended with code {process.wait(timeout=120)} after SIGTERM.")
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -274,12 +231,10 @@ def compare(artifact: Path, prompts: dict[str, list[str]], args: argparse.Namesp
     mixed = [prompt for row in zip(*prompts.values(), strict=True) for prompt in row]
     expected = Expected(artifact)
     result: dict[str, Any] = {}
-    running = args.address is not None
-    with (
-        nullcontext(args.address)
-        if running
-        else served(args.vllm, artifact, log, args.port, args.api_servers) as address
-    ):
+    with ExitStack() as stack:
+        address = args.address
+        if address is None:
+            address = stack.enter_context(vllm(args.vllm, artifact, log, args.port, args.api_servers)).address
         for way, found, wanted in ways(Asked(address, expected.end), expected, mixed):
             equal = sum(one[0] == other[0] for one, other in zip(found, wanted, strict=True))
             tasks = sum(one[1] == other[1] for one, other in zip(found, wanted, strict=True))

@@ -22,7 +22,7 @@ from .calls import Call
 from .engine import CLASSIFIES, EMBEDS, GENERATES, Engine
 from .errors import ApiError, as_api_error, too_many
 from .fields import parse_body
-from .http import Disconnected, Receive, Reply, Scope, Send, announced_bytes, header, read_body, unless_disconnected
+from .http import Disconnected, Receive, Reply, Scope, Send, header, read_body, unless_disconnected
 from .logs import log
 from .requests import MOST_PIXELS, GenerationRequest, read_chat, read_completion, read_inputs
 from .responses import Completion, classified, embedded, headers_of, model_entry, model_list, usage
@@ -124,8 +124,8 @@ class App:
                 if scope["method"] == "GET" or scope["path"] == RELOAD:
                     await unless_disconnected(receive, handler(exchange))
                     return
-                with self._bytes.take(announced_bytes(scope, self.options.max_bytes)):
-                    exchange.body = await read_body(scope, receive, self.options.max_bytes)
+                with self._bytes.share() as hold:
+                    exchange.body = await read_body(scope, receive, self.options.max_bytes, hold)
                     await unless_disconnected(receive, handler(exchange))
         except RetexError as error:
             refused = as_api_error(error)

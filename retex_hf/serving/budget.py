@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .errors import too_many
@@ -24,12 +24,29 @@ class Budget:
         self._most, self._unit, self._held = most, unit, 0
 
     @contextmanager
-    def take(self, amount: int) -> Iterator[None]:
-        """Hold an amount; refuse the request if that would be too much. A single request may always have its own."""
-        if self._held and self._held + amount > self._most:
-            raise too_many(f"Open requests hold {self._held} of {self._most} {self._unit} already: try again later.", 1)
-        self._held += amount
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function by which a request holds more, up to the end of the context.
+
+        It refuses what would be too much. A request that is alone may always have its own.
+        """
+        own = 0
+
+        def hold(amount: int) -> None:
+            nonlocal own
+            if self._held > own and self._held + amount > self._most:
+                held = f"Open requests hold {self._held} of {self._most} {self._unit} already"
+                raise too_many(f"{held}: try again later.", 1)
+            self._held += amount
+            own += amount
+
         try:
-            yield
+            yield hold
         finally:
-            self._held -= amount
+            self._held -= own
+
+    @contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        """Hold an amount; see `share`."""
+        with self.share() as hold:
+            hold(amount)
+            yield

@@ -26,18 +26,19 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key.lower() == name), None)
 
 
-def announced_bytes(scope: Scope, most: int) -> int:
-    """Return the size of a request's body, by its header; `most` if it does not say. Refuse a larger one."""
+def check_announced(scope: Scope, most: int) -> None:
+    """Refuse a request that announces a body of more bytes."""
     length = header(scope, b"content-length")
-    if length is None:
-        return most
-    if len(length) > 18 or not length.isdigit() or int(length) > most:
+    if length is not None and (len(length) > 18 or not length.isdigit() or int(length) > most):
         raise _too_large(most)
-    return int(length)
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """Return the JSON body of a request of at most `most` bytes."""
+async def read_body(scope: Scope, receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
+    """Return the JSON body of a request of at most `most` bytes; `hold` is told of its parts, and may refuse them.
+
+    Parts count as they arrive, not as announced: a client that announces much and sends nothing takes no room.
+    """
+    check_announced(scope, most)
     kind = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if kind != JSON.encode():
         # A page in a browser can post other types to any address of this machine without asking.
@@ -53,6 +54,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
                 size += len(parts[-1])
                 if size > most:
                     raise _too_large(most)
+                hold(len(parts[-1]))
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event as Flag
 from typing import Any
@@ -153,6 +153,17 @@ def test_large_bodies_are_refused_while_many_are_held(classifier_folder, monkeyp
             go.set()
             assert (large.result().status_code, small.result().status_code) == (200, 200)
         assert classify(endpoint, "wine " * 150).status_code == 200
+
+
+def test_bodies_that_are_announced_and_not_sent_take_no_room(classifier_folder, monkeypatch):
+    monkeypatch.setattr(app, "MOST_BODIES", 1)
+    head = b"POST /classify HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+    with served(classifier_folder, max_bytes=1000, max_wait_ms=0) as endpoint, ExitStack() as stack:
+        for _ in range(20):
+            address = ("127.0.0.1", endpoint.port)
+            stack.enter_context(socket.create_connection(address, timeout=20)).sendall(head)
+        until(lambda: endpoint.metric("retex_open_requests") == 20)
+        assert classify(endpoint, "rose " * 150).status_code == 200
 
 
 def test_a_request_that_takes_too_long_is_given_up(classifier_folder):
