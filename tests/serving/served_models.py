@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -79,6 +80,27 @@ def llama(folder: Path, **config: Any) -> Path:
     base = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES, **sizes)).eval()
     separate(base.get_input_embeddings(), tokenizer)
     return build(folder, base, make_experts(base, scale=1.0), **config)
+
+
+def llama_with_a_word(folder: Path, task: str, word: str) -> Path:
+    """A decoder of three tasks, one of which has a word, and so a tokenizer, of its own."""
+    torch.manual_seed(0)
+    tokenizer, own = make_tokenizer(), make_tokenizer()
+    own.add_tokens([word])
+    sizes = {"num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    base = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES, **sizes)).eval()
+    separate(base.get_input_embeddings(), tokenizer)
+    larger = deepcopy(base)
+    larger.resize_token_embeddings(len(own), mean_resizing=False)
+    experts = {name: perturb(larger if name == task else base, seed, scale=1.0) for seed, name in enumerate(TASKS)}
+    for name, model in {"base": base, **experts}.items():
+        model.save_pretrained(folder / name)
+        (own if name == task else tokenizer).save_pretrained(folder / name)
+    paths = {name: folder / name for name in TASKS}
+    model = RetexModel.from_experts(folder / "base", paths, RetexConfig(rank=8), progress=False)
+    model.fit_signatures(references(tokenizer), progress=False)
+    model.save_pretrained(folder / "artifact")
+    return folder / "artifact"
 
 
 def t5(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 from helpers import TASKS
-from served_models import Endpoint, llama, served, t5, texts
+from served_models import Endpoint, llama, llama_with_a_word, served, t5, texts
 from signed import make_tokenizer
 
 from retex_hf.serving.sampling import Sampling
@@ -110,6 +110,44 @@ def test_encoder_decoders_answer_completions(encoder_decoder, model):
         assert found == {0: wanted}
         answered += bool(wanted)
     assert answered >= 2
+
+
+@torch.no_grad()
+def test_a_task_is_asked_in_tokens_of_its_own(tmp_path):
+    """The task is identified from the merged model's tokens, in which its own word is unknown."""
+    own = make_tokenizer()
+    own.add_tokens(["zaffre"])
+
+    def generated(endpoint: Endpoint, tokenizer: Any, text: str, task: str) -> str:
+        inputs = tokenizer(text, return_tensors="pt")
+        output = endpoint.model.generate(**inputs, task=task, do_sample=False, max_new_tokens=LONG)[0].tolist()
+        count = inputs["input_ids"].shape[1]
+        end = output.index(2, count) if 2 in output[count:] else None
+        before = tokenizer.decode(output[:count], skip_special_tokens=True)
+        return tokenizer.decode(output[:end], skip_special_tokens=True)[len(before) :]
+
+    asked = {"sky zaffre sea": "blue", "navy zaffre": "blue", "rose wine": "red", "moss fern": "green"}
+    with served(llama_with_a_word(tmp_path, "blue", "zaffre"), max_wait_ms=20) as endpoint:
+        answers = ask(endpoint, list(asked), model="auto").choices
+        assert [one.retex["task"] for one in answers] == list(asked.values())
+        for answer, (text, task) in zip(answers, asked.items(), strict=True):
+            wanted = generated(endpoint, own if task == "blue" else TOKENIZER, text, task)
+            assert answer.text == ask(endpoint, text, model=task).choices[0].text == wanted
+        assert generated(endpoint, TOKENIZER, "navy zaffre", "blue") != answers[1].text
+
+
+def test_mixtures_of_experts_answer(tmp_path):
+    hard = []
+    with served(llama(tmp_path, routing="soft", temperature=1.0), max_wait_ms=20) as endpoint:
+        for text in ("rose sky", "moss ruby sea", "wine"):
+            wanted, _, _ = expected(endpoint, text)
+            assert ask(endpoint, text).choices[0].text == wanted
+            found, _, _ = read(ask(endpoint, text, stream=True))
+            assert found == {0: wanted}
+            endpoint.model.routing = "hard"
+            hard.append(expected(endpoint, text)[0] == wanted)
+            endpoint.model.routing = "soft"
+    assert not all(hard)
 
 
 def test_concurrent_requests_of_all_kinds_get_what_each_gets_alone(either_way):
