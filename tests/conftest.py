@@ -6,6 +6,8 @@ import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that tests start take one thread each too: more threads than cores slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
