@@ -15,6 +15,8 @@ from .rows import Failed, Row
 # Rows that arrive while a batch runs wait for its end, but not longer: then they run beside it, turn by turn.
 PATIENCE = 0.25
 LONGEST_RETRY = 60
+# Tokens of padding that a batch may always have; it may have more up to half of all its tokens.
+SMALL_PADDING = 256
 # Weight of the latest batch in the estimate of the rate.
 RATE_WEIGHT = 0.2
 
@@ -156,17 +158,22 @@ class Batcher:
     def _gather(self) -> tuple[list[Row], bool]:
         """Return the rows that may run with the oldest one, and whether no more fit.
 
-        All rows of a batch run for as long as the longest answer takes, on prompts as wide as the longest one.
+        All rows of a batch run for as long as the longest answer takes, on prompts as wide as the longest one. So rows
+        of very different lengths run apart: short ones would cost as much as the long ones.
         """
-        batch, prompt, answer = [self._queue[0]], self._queue[0].tokens, self._queue[0].answer
+        first = self._queue[0]
+        batch, prompt, answer, own = [first], first.tokens, first.answer, first.size
         for row in list(self._queue)[1:]:
             wider = max(prompt, row.tokens) + max(answer, row.answer)
-            if row.key != batch[0].key or (self._width is not None and wider > self._width):
+            if row.key != first.key or (self._width is not None and wider > self._width):
                 continue
-            if len(batch) >= self._rows or wider * (len(batch) + 1) > self._tokens:
+            padded = wider * (len(batch) + 1)
+            if padded - own - row.size > max(SMALL_PADDING, padded // 2):
+                continue
+            if len(batch) >= self._rows or padded > self._tokens:
                 return batch, True
             batch.append(row)
-            prompt, answer = max(prompt, row.tokens), max(answer, row.answer)
+            prompt, answer, own = max(prompt, row.tokens), max(answer, row.answer), own + row.size
         return batch, len(batch) >= self._rows
 
     def _take(self, batch: list[Row]) -> None:

@@ -203,3 +203,19 @@ def test_tokens_of_a_batch_count_padding():
     trial.begun(1)
     trial.submit(*rows)  # 40 tokens of prompt and 40 of answer, twice
     assert trial.finish() == [["first"], ["a"], ["b"]]
+
+
+def test_rows_of_very_different_lengths_run_apart():
+    trial = Trial(rows=8, tokens=10**6)
+    trial.submit(trial.row("first"))
+    trial.begun(1)
+    for name, size in (("a", 10), ("long", 500), ("b", 12), ("longer", 900), ("c", 9)):
+        trial.submit(trial.row(name, size=size))
+    # 500 tokens beside 10 would be 49 % padding, but beside 10 and 12 it would be 65 %.
+    assert trial.finish() == [["first"], ["a", "long", "longer"], ["b", "c"]]
+    trial = Trial(rows=8, tokens=10**6)
+    trial.submit(trial.row("first"))
+    trial.begun(1)
+    for name, size in (("a", 10), ("b", 12), ("c", 9), ("long", 500), ("d", 60)):
+        trial.submit(trial.row(name, size=size))
+    assert trial.finish() == [["first"], ["a", "b", "c", "d"], ["long"]]
