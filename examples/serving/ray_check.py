@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--port", type=int, default=8341)
+    parser.add_argument("--output", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args()
     os.environ |= {
         "RETEX_ARTIFACT": str(args.artifact.resolve()),
@@ -75,16 +76,19 @@ def check(args: argparse.Namespace, prompts: list[str], wanted: list[Any], expec
         "all prompts in one request": (whole["choices"], wanted),
         "that name a task": (pinned, own),
     }
-    good = True
+    good, counted = True, {}
     for way, (found, right) in ways.items():
         equal = sum(one["token_ids"] == other[0] for one, other in zip(found, right, strict=True))
         tasks = sum(one["retex"]["task"] == other[1] for one, other in zip(found, right, strict=True))
         print(f"{way}: {equal} of {len(right)} answers equal, {tasks} of the same task")
+        counted[way] = {"prompts": len(right), "equal": equal, "same_task": tasks}
         good = good and equal == tasks == len(right)
     status, refused = ask(args.port, {"model": "nothing", "prompt": "a"})
     print(f"an unknown model: {status}, {refused['error']['message']}")
     replicas = serve.status().applications["retex"].deployments["Expert"].replica_states
     print(f"replicas: {dict(replicas)}; response model of all prompts: {whole['model']}")
+    if args.output:
+        args.output.write_text(json.dumps({"replicas": args.replicas, "ways": counted}, indent=2) + "\n")
     return good and status == 400 and sum(replicas.values()) == args.replicas
 
 

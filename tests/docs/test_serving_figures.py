@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples" / "serving"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "serving"))
 
 import load
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "serving" / "results"
 PAGES = {"embedded": "serve.md", "vllm": "serve-vllm.md"}
 
@@ -30,7 +30,9 @@ def test_tables_of_load_are_those_of_the_results(name):
     page = (ROOT / "docs" / PAGES[found["engine"]]).read_text(encoding="utf-8")
     for part in text.strip().split("\n\n"):
         assert part in page
-    measured = [case for part in ("routed", "batching") for one in found.get(part, []) for case in one["cases"].values()]
+    measured = [
+        case for part in ("routed", "batching") for one in found.get(part, []) for case in one["cases"].values()
+    ]
     for case in [*measured, found["soak"]]:
         assert (case["wrong"], case["lost"]) == (0, 0)
 
@@ -42,3 +44,9 @@ def test_answers_of_vllm_are_those_of_the_model():
         assert all(one["equal"] == one["same_task"] == one["prompts"] for one in ways.values())
         asked = ways["completions, one prompt a request"]["prompts"]
         assert f"{name}: {asked} prompts, {sum(one['prompts'] for one in ways.values())} answers" in page
+
+
+def test_answers_of_ray_are_those_of_the_model():
+    found = read("ray_check.json")
+    assert all(one["equal"] == one["same_task"] == one["prompts"] for one in found["ways"].values())
+    assert [one["prompts"] for one in found["ways"].values()] == [36, 36, 6] and found["replicas"] == 2
