@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Container
+from pathlib import Path
+
+from ..errors import ArtifactError
 
 # What was exported: the adapter of each task, and what a server must be told. A save of the model removes it.
 EXPORT_NAME = "retex_vllm.json"
@@ -28,3 +32,12 @@ def adapter_folder(task: str) -> str:
 def is_export_file(name: str) -> bool:
     """Return whether a file of an artifact, by its relative name, is part of an export."""
     return name == EXPORT_NAME or name.startswith(f"{ADAPTERS}/")
+
+
+def check_adapters(folder: Path, recorded: Container[str]) -> None:
+    """Refuse files among the adapters of an exported artifact that are not recorded: servers may read all of them."""
+    if EXPORT_NAME not in recorded:
+        return
+    for path in sorted((folder / ADAPTERS).rglob("*")):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in recorded:
+            raise ArtifactError(f"{path} is no file of the export: remove it, or export the artifact again.")

@@ -18,6 +18,7 @@ from .raw_inputs import RawInputs
 from .rows import AUTO, MERGED, Decision, Done, Row
 
 SENTENCE_MODULES = "sentence_files"
+DEFAULT_POOLING = "mean"
 
 
 class Embedding:
@@ -31,10 +32,12 @@ class Embedding:
         self.predictor, self.model, self.metrics = predictor, predictor.model, metrics
         if predictor.own:
             raise ConfigError("Encoders whose tasks have tokenizers of their own are not served.")
-        self.inputs, self.pooling = RawInputs(predictor, "embed"), options.pooling
+        self.inputs, self.pooling = RawInputs(predictor, "embed"), options.pooling or DEFAULT_POOLING
         self.sentences: Any = None
         if hasattr(self.model.model, SENTENCE_MODULES):
             self.sentences = self.model.as_sentence_transformer()
+            if options.pooling is not None:
+                raise ConfigError("--pooling is for encoders without modules of SentenceTransformers, which pool here.")
 
     def rows(self, values: list[Any], model: str) -> list[Row]:
         """Return the rows of a request's inputs."""
@@ -47,7 +50,7 @@ class Embedding:
         batch = self.predictor.batch([row.value for row in rows])
         if model == MERGED:
             with self.model.disable_adapter():
-                vectors, routing = self._embed(batch, None), None
+                vectors, routing = self._vectors(self.model(**batch), batch), None
         else:
             vectors, routing = self._routed(batch, None if model == AUTO else [row.model for row in rows])
         for index, (row, vector) in enumerate(zip(rows, vectors.float().cpu(), strict=True)):
@@ -58,9 +61,6 @@ class Embedding:
     def _routed(self, batch: dict[str, Any], tasks: list[str] | None) -> tuple[Tensor, Routing]:
         output = self.model(**batch, task=tasks)
         return self._vectors(output, batch), output.routing
-
-    def _embed(self, batch: dict[str, Any], tasks: list[str] | None) -> Tensor:
-        return self._vectors(self.model(**batch), batch)
 
     def _vectors(self, output: Any, batch: dict[str, Any]) -> Tensor:
         hidden = getattr(output, "last_hidden_state", None)

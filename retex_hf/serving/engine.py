@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.preprocess import IMAGE
 from ..backends import library_of
 from ..errors import ConfigError
 from ..model.retex_model import RetexModel
 from ..workflows.predictor import (
     CLASSIFIER,
+    FEATURES,
     GENERATOR,
+    PROMPT,
     ZERO_SHOT,
     Predictor,
     answer_kind,
@@ -156,12 +159,19 @@ def _predictor(model: RetexModel, options: ServeOptions) -> Predictor:
             "A model of images and texts classifies among classes that are named: give --classes, a JSON file of the "
             "classes of each task, {task: [names]}."
         )
-    length = options.max_length
-    if length is not None and answer_kind(model, classes is not None) == GENERATOR:
+    kind, length = answer_kind(model, classes is not None), options.max_length
+    if length is not None and kind == GENERATOR:
         raise ConfigError("--max-length is for models that classify or embed; prompts are not truncated.")
+    if options.prompt != PROMPT and classes is None:
+        raise ConfigError("--prompt is for --classes.")
+    if options.pooling is not None and kind != FEATURES:
+        raise ConfigError("--pooling is for encoders, which embed; this model answers otherwise.")
+    preprocessor = preprocessor_of(model, length)
+    if length is not None and preprocessor.kind == IMAGE:
+        raise ConfigError("--max-length is for texts; this model takes images.")
     return Predictor(
         model,
-        preprocessor_of(model, length),
+        preprocessor,
         classes=classes,
         prompt=options.prompt,
         batch_size=options.max_batch,

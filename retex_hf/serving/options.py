@@ -43,7 +43,7 @@ class ServeOptions:
         shutdown_timeout: Longest time to finish open requests after SIGTERM, in seconds.
         max_length: Truncate texts to classify or to embed to this many tokens. Default: as in the recipe, else the
             tokenizer's limit.
-        pooling: How encoders without modules of SentenceTransformers make one vector of many.
+        pooling: How encoders without modules of SentenceTransformers make one vector of many. Default: mean.
         classes: For models of images and texts: a JSON file of the classes of each task, {task: [names]}.
         prompt: For those: the template that a class name is put into.
         revision: Branch, tag or commit of a Hub id.
@@ -67,7 +67,7 @@ class ServeOptions:
     timeout: float = 300.0
     shutdown_timeout: float = 60.0
     max_length: int | None = None
-    pooling: Literal["mean", "first", "last"] = "mean"
+    pooling: Literal["mean", "first", "last"] | None = None
     classes: Path | None = None
     prompt: str = "a photo of a {}."
     revision: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class Predictor:
         self.kind = answer_kind(model, classes is not None)
         if classes is not None and self.kind != ZERO_SHOT:
             raise InputError("Classes can be named for models of images and texts only; this one has its own answers.")
-        self.readout = self._readout(prompt, generate)
+        self._prompt = prompt
+        self.readout = self._readout(generate)
         # Tokens must be decoded by the tokenizer that made them.
         self._own_readouts = {
             task: Generator(found.tokenizer, **generate) if self.kind == GENERATOR else self.readout
@@ -107,7 +109,7 @@ class Predictor:
         own = own_preprocessors(model, max_length)
         return cls(model, preprocessor_of(model, max_length), own=own, **options)
 
-    def _readout(self, prompt: str, generate: dict[str, Any]) -> Readout | None:
+    def _readout(self, generate: dict[str, Any]) -> Readout | None:
         if self.kind == GENERATOR:
             if generate.get("max_new_tokens", 1) < 1:
                 raise InputError(f"max_new_tokens must be a positive number, not {generate['max_new_tokens']}.")
@@ -115,25 +117,40 @@ class Predictor:
         if generate:
             raise InputError(f"{sorted(generate)[0]!r} is for models that generate text, which this one does not.")
         if self.kind == ZERO_SHOT:
-            return self._zero_shot(prompt)
+            return self._zero_shot(self.model.tasks)
         return Classifier() if self.kind == CLASSIFIER else None
 
-    @torch.no_grad()
-    def _zero_shot(self, prompt: str) -> ZeroShot:
+    def _zero_shot(self, text_towers: Sequence[str | None]) -> ZeroShot:
+        """Return a readout by the names of classes, as the text tower of each task encodes them; None: the merged one.
+
+        The names are of the tasks in their order.
+        """
         missing = [task for task in self.model.tasks if not self.classes.get(task)]
         if missing:
             raise InputError(f"The classes of task {missing[0]!r} are not named.")
+        check_prompt(self._prompt)
+        method = "encode_text" if library_of(self.model.model) is openclip else "get_text_features"
+        towers = zip(self.model.tasks, text_towers, strict=True)
+        heads = {task: self._encode_classes(method, task, tower) for task, tower in towers}
+        return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
+
+    @torch.no_grad()
+    def _encode_classes(self, method: str, task: str, tower: str | None) -> Tensor:
         encode_texts = self.preprocessor.encode_texts
         if encode_texts is None:
             raise InputError(
                 "The preprocessor makes no batches of texts, which names of classes need: give encode_texts."
             )
-        method = "encode_text" if library_of(self.model.model) is openclip else "get_text_features"
-        heads = {}
-        for task in self.model.tasks:
-            batch = encode_texts([prompt.format(name) for name in self.classes[task]])
-            heads[task] = _as_tensor(getattr(self.model, method)(**self._moved(batch)))
-        return _ImageReadout(heads, "encode_image" if method == "encode_text" else "get_image_features")
+        batch = self._moved(encode_texts([self._prompt.format(name) for name in self.classes[task]]))
+        if tower is not None:
+            return _as_tensor(getattr(self.model, method)(**batch, task=tower))
+        with self.model.disable_adapter():
+            return _as_tensor(getattr(self.model, method)(**batch))
+
+    @cached_property
+    def _merged_readout(self) -> Readout:
+        """The readout of a merged model of images and texts, whose own text tower encodes the names of classes."""
+        return self._zero_shot([None] * len(self.model.tasks))
 
     def predict(self, inputs: Sequence[Any], task: str | Sequence[str] | None = None) -> list[Answer]:
         """Answer every input; without `task`, identify each input's task from the input itself."""
@@ -204,6 +221,7 @@ class Predictor:
             return self._answers(tasks, [NOTHING] * len(tasks), routing)
         if merged:
             assert tasks is not None  # `merged` is called with them
+            readout = self._merged_readout if self.kind == ZERO_SHOT else readout
             with model.disable_adapter():
                 named = {} if self.kind == GENERATOR and not self.own else {"task": tasks}
                 output = readout.call(model, batch, **named)
@@ -294,6 +312,16 @@ def answer_kind(model: RetexModel, has_classes: bool) -> str:
         return ZERO_SHOT if has_classes else FEATURES
     generates = isinstance(model.model, PreTrainedModel) and model.model.can_generate()
     return GENERATOR if generates else FEATURES
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuse a template without exactly one place for the name of a class."""
+    try:
+        made = prompt.format("\0")
+    except (IndexError, KeyError, ValueError, AttributeError):
+        made = ""
+    if "\0" not in made:
+        raise InputError(f"The prompt {prompt!r} must have one place for the name of a class: {PROMPT!r}, say.")
 
 
 def read_classes(path: Path | None) -> dict[str, list[str]] | None:

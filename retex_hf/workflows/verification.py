@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..artifact.export_files import check_adapters
 from ..artifact.hub import find_artifact
 from ..artifact.reading import read_parts, read_side_files
 from ..artifact.schema import read_description, read_manifest
@@ -54,6 +55,7 @@ def verify(artifact: str | Path, *, finite: bool = False, **hub_options: Any) ->
     _, files = read_parts(folder, check_finite=finite)
     read_side_files(folder)
     records = read_manifest(folder, read_description(folder)[1])
+    check_adapters(folder, records)
     return Verification(
         str(artifact),
         files=len(records),

@@ -19,6 +19,7 @@ from retex_hf import RetexModel, verify
 from retex_hf.cli import main
 from retex_hf.errors import ArtifactError, ConfigError, RetexError
 from retex_hf.model.export.vllm import check_shapes
+from retex_hf.serving.vllm.exported import read_exported
 
 TEXTS = ["rose cherry ruby brick", "grass leaf moss lime", "sky sea denim indigo"]
 
@@ -86,6 +87,14 @@ def test_every_exported_file_is_recorded(tmp_path):
         with pytest.raises(ArtifactError, match=name.rpartition("/")[2]):
             verify(folder)
         (folder / name).write_bytes(content)
+    verify(folder)
+    for name in ("adapters/red/more.safetensors", "adapters/more/adapter_config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"{}")
+        for check in (verify, read_exported):
+            with pytest.raises(ArtifactError, match=rf"{name} is no file of the export: remove it"):
+                check(folder)
+        (folder / name).unlink()
     verify(folder)
 
 

@@ -224,6 +224,16 @@ def test_clip_classifies_among_named_classes(tmp_path):
             assert [row["label"] for row in found] == [one.answer for one in predictor.predict(images, task)]
 
 
+def test_settings_of_other_models_are_refused(tmp_path):
+    folder = classifier(tmp_path)
+    for settings, message in (
+        ({"pooling": "first"}, "--pooling is for encoders"),
+        ({"prompt": "a {}"}, "--prompt is for --classes"),
+    ):
+        with pytest.raises(ConfigError, match=message), served(folder, **settings):
+            pass
+
+
 def test_without_signatures_only_named_models_answer(tmp_path: Path):
     base = tf.BertModel(tf.BertConfig(vocab_size=28, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).eval()
     base.save_pretrained(tmp_path / "base")

@@ -123,14 +123,17 @@ CLASSES = {"red": ["rose", "ruby"], "green": ["moss", "fern", "lime"], "blue": [
 
 
 @torch.no_grad()
-def test_open_clip_answers_with_the_nearest_class():
+@pytest.mark.parametrize("frozen", [True, False])
+def test_open_clip_answers_with_the_nearest_class(frozen):
     text = {**OPEN_CLIP_VIT["text_cfg"], "context_length": 16, "vocab_size": 49408}
     config = {**OPEN_CLIP_VIT, "text_cfg": text}
     base = open_clip.model.CLIP(**config).eval()
     experts = {}
     for task, expert in make_experts(base, scale=1.0).items():
-        own = {name: tensor for name, tensor in expert.state_dict().items() if name.startswith("visual.")}
-        experts[task] = {**base.state_dict(), **own}  # the text tower is frozen, as usual
+        own = expert.state_dict()
+        if frozen:  # the text tower, as usual
+            own = {name: tensor for name, tensor in own.items() if name.startswith("visual.")}
+        experts[task] = {**base.state_dict(), **own}
     model = RetexModel.from_experts(base, experts, RetexConfig(rank="full"), model_config=config, progress=False)
     model.model.visual.preprocess_cfg = {"size": 32}
     folder = Path(__file__).parent / "none"
@@ -138,11 +141,18 @@ def test_open_clip_answers_with_the_nearest_class():
     preprocessor.encode_texts = lambda texts: {"text": open_clip.SimpleTokenizer(context_length=16)(texts)}
     predictor = Predictor(model, preprocessor, classes=CLASSES)
     images, tasks = pictures(), ["red", "green", "blue", "green"]
-    for image, task, answer in zip(images, tasks, predictor.predict(images, tasks), strict=True):
-        features = model.encode_image(preprocessor([image])["image"], task=task)
+    merged = predictor.merged(images, tasks)
+    for image, task, *answers in zip(images, tasks, predictor.predict(images, tasks), merged, strict=True):
         prompts = open_clip.SimpleTokenizer(context_length=16)([f"a photo of a {name}." for name in CLASSES[task]])
-        scores = torch.cosine_similarity(base.encode_text(prompts), features)
-        assert answer.answer == CLASSES[task][int(scores.argmax())]
+        expert = open_clip.model.CLIP(**config).eval()
+        expert.load_state_dict(experts[task])
+        for network, answer in zip((expert, model.model), answers, strict=True):
+            features = network.encode_image(preprocessor([image])["image"])
+            scores = torch.cosine_similarity(network.encode_text(prompts), features)
+            assert answer.answer == CLASSES[task][int(scores.argmax())]
+    for prompt in ("no place", "", "{", "{}, {}", "a {name}", "{0.__class__}"):
+        with pytest.raises(InputError, match="must have one place for the name of a class"):
+            Predictor(model, preprocessor, classes=CLASSES, prompt=prompt)
     with pytest.raises(InputError, match="classes of task 'blue'"):
         Predictor(model, preprocessor, classes={"red": ["a"], "green": ["b"]})
     assert Predictor(model, preprocessor).predict(images, "red")[0].answer is None  # nothing names its classes

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ...artifact.export_files import EXPORT_NAME, EXPORT_VERSION
+from ...artifact.export_files import EXPORT_NAME, EXPORT_VERSION, check_adapters
 from ...artifact.sealing import FORMAT_VERSION, seal
 from ...config import CONFIG_NAME, RetexConfig, read_config_file
 from ...errors import ArtifactError
@@ -68,6 +68,7 @@ def read_exported(folder: Path) -> Exported:
         or set(adapters) != set(config.tasks)
     ):
         raise ArtifactError(f"{folder / EXPORT_NAME} does not fit the artifact: export it again.")
+    check_adapters(folder, section["files"])
     return Exported(
         folder=folder,
         config=config,
