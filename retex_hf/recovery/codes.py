@@ -106,7 +106,8 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Return the float32 numbers of codes (n, d) with a scale (n,) for each row."""
-    return codebook(bits).to(codes.device)[codes.long()] * scale.float().unsqueeze(-1)
+    numbers = codebook(bits).to(codes.device).index_select(0, codes.flatten().to(torch.int32))
+    return numbers.view(codes.shape).mul_(scale.float().unsqueeze(-1))
 
 
 def packed_bytes(numbers: int, bits: int) -> int:
@@ -129,13 +130,31 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, numbers: int) -> Tensor:
-    """Return the first `numbers` codes of packed bit planes."""
-    planes = packed.view(bits, -1).to(torch.int32)
-    places = torch.arange(8, dtype=torch.int32, device=packed.device)
-    codes = torch.zeros(planes.shape[1], 8, dtype=torch.int32, device=packed.device)
+    """Return the first `numbers` codes of packed bit planes: uint8, or int32 for codes of more than eight bits."""
+    planes = packed.view(bits, -1)
+    codes = _joined(planes[:8])
+    for first in range(8, bits, 8):
+        codes = codes.to(torch.int32) | _joined(planes[first : first + 8]).to(torch.int32) << first
+    return codes[:numbers]
+
+
+def _joined(planes: Tensor) -> Tensor:
+    """Return the codes (uint8) of up to eight bit planes.
+
+    A table spreads the eight bits of a byte over the eight bytes of a word, so that all steps are on words.
+    """
+    table, words = spread_bits().to(planes.device), None
     for bit, plane in enumerate(planes):
-        codes |= (plane.unsqueeze(1) >> places & 1) << bit
-    return codes.flatten()[:numbers]
+        spread = table.index_select(0, plane.to(torch.int32)) << bit
+        words = spread if words is None else words.bitwise_or_(spread)
+    assert words is not None  # a code has at least one bit
+    return words.view(torch.uint8)
+
+
+@cache
+def spread_bits() -> Tensor:
+    """Return, for each byte, a word (int64) whose bytes are its bits, the lowest first."""
+    return (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1).to(torch.uint8).contiguous().view(torch.int64)[:, 0]
 
 
 def _stored(scale: Tensor) -> Tensor:

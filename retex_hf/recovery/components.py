@@ -272,14 +272,14 @@ class ComponentGenerator(nn.Module):
             return [nothing] * len(embeddings), nothing.new_zeros(0, self.layout.columns)
         rows, places = torch.unique(torch.cat(list(used.values())), return_inverse=True)
         columns = dict(zip(tasks, places.split([len(used[task]) for task in tasks]), strict=True))
-        lefts = {task: self.left(task).T for task in tasks}
+        lefts = {task: self.left(task) for task in tasks}
         found = []
         for one in embeddings:
-            whole = torch.zeros(self.layout.rows, len(rows), device=self.codes.device)
+            whole = torch.zeros(len(rows), self.layout.rows, device=self.codes.device)
             if one is not None:
                 for task in one.nonzero().flatten().tolist():
-                    whole[:, columns[task]] += one[task] * lefts[task]
-            found.append(whole)
+                    whole.index_add_(0, columns[task], one[task] * lefts[task])
+            found.append(whole.T)
         return found, self.right(rows)
 
     def _mixed(self, embedding: Tensor) -> tuple[Tensor, Tensor]:

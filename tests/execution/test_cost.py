@@ -59,6 +59,14 @@ def test_experts_that_must_be_made_are_paid_for():
     assert mixed_cost(VIT, call) == mixed_cost(VIT, replace(call, missing=0))
 
 
+def test_factors_at_a_few_bits_are_unpacked_for_every_call_or_once_for_an_expert():
+    packed = Work([replace(product, packed=True) for product in T5.products], T5.input_size)
+    few = Call([2, 3], missing=1 / 16, input_size=32)  # one expert is made, for sixteen calls
+    assert prefers_mixed(T5, few) and not prefers_mixed(packed, few)
+    many = Call([4] * 7, missing=7, input_size=32, steps=32, once="encoder.")  # experts that the cache cannot hold
+    assert prefers_mixed(packed, many)
+
+
 @pytest.mark.parametrize("cost", [grouped_cost, mixed_cost])
 def test_more_work_costs_more(cost):
     call = Call([4] * 4, missing=1, input_size=32, steps=8, once="encoder.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...recovery import RecoveryModule
+from ...recovery.components import COMPONENTS
 from ...recovery.layout import VECTOR
 
 # Multiplications in the time it takes to read one float32 number from memory; this dominates where few rows meet large
@@ -19,17 +20,27 @@ PER_NUMBER = 16.0
 # Multiplications in the time it takes to start one operation, and operations per matrix in a model.
 PER_OPERATION = 4e5
 OPERATIONS_PER_MATRIX = 8
+# Multiplications in the time it takes to unpack one number of factors that are stored at a few bits.
+PER_CODE = 600.0
 
 
 @dataclass(frozen=True)
 class Product:
-    """One recovered matrix in a pass: its sizes, and the number of vectors per row that it is applied to."""
+    """One recovered matrix in a pass: its sizes, and the number of vectors per row that it is applied to.
+
+    `packed` tells whether its factors are stored at a few bits, and unpacked for each call.
+    """
 
     rows: int
     columns: int
     rank: int
     positions: float
     name: str
+    packed: bool = False
+
+    def unpacking(self, tasks: float) -> float:
+        """Return the cost of unpacking the factors of so many tasks."""
+        return PER_CODE * tasks * self.rank * (self.rows + self.columns) if self.packed else 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,8 @@ class Work:
                 continue
             rows, columns = shape[0], shape.numel() // shape[0]
             rank = layout.solved_rank if layout.is_factored else min(rows, columns)
-            products.append(Product(rows, columns, rank, max(1.0, numbers / columns), name))
+            packed = layout.kind == COMPONENTS
+            products.append(Product(rows, columns, rank, max(1.0, numbers / columns), name, packed))
         return cls(products, input_size)
 
 
@@ -91,7 +103,7 @@ def grouped_cost(work: Work, call: Call) -> float:
     total = 0.0
     for product in work.products:
         making = product.rank * product.rows * product.columns + 3 * PER_NUMBER * product.rows * product.columns
-        total += call.missing * making
+        total += call.missing * making + product.unpacking(call.missing)
         for vectors, times in _passes(product, work, call):
             for rows in call.groups:
                 body = _product(rows * vectors, product.rows, product.columns)
@@ -103,6 +115,7 @@ def mixed_cost(work: Work, call: Call) -> float:
     """Return the cost of running the whole batch on the merged matrices, plus each group's factors."""
     total = 0.0
     for product in work.products:
+        total += product.unpacking(len(call.groups))
         for vectors, times in _passes(product, work, call):
             rows = sum(call.groups)
             body = _product(rows * vectors, product.rows, product.columns) + OPERATIONS_PER_MATRIX * PER_OPERATION
