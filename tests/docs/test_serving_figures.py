@@ -33,7 +33,7 @@ def test_tables_of_load_are_those_of_the_results(name):
     measured = [
         case for part in ("routed", "batching") for one in found.get(part, []) for case in one["cases"].values()
     ]
-    for case in [*measured, found["soak"]]:
+    for case in [*measured, *([found["soak"]] if "soak" in found else [])]:
         assert (case["wrong"], case["lost"]) == (0, 0)
 
 
