@@ -132,8 +132,10 @@ class Engine:
         return _numbered(rows)
 
     def _check_characters(self, param: str, *texts: Any) -> None:
-        """Refuse texts that are too long for any tokenizer to make few enough tokens of: to find that out by tokenising
-        them could take minutes, in which nothing else runs."""
+        """Refuse texts that are too long for any tokenizer to make few enough tokens of.
+
+        To find that out by tokenising them could take minutes, in which nothing else runs.
+        """
         most = CHARACTERS * self.options.max_prompt_tokens
         count = sum(len(text) for text in texts if isinstance(text, str))
         if count > most:

@@ -315,7 +315,7 @@ def answer_kind(model: RetexModel, has_classes: bool) -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a template without exactly one place for the name of a class."""
+    """Refuse a template that the name of a class cannot be put into."""
     try:
         made = prompt.format("\0")
     except (IndexError, KeyError, ValueError, AttributeError):

@@ -95,7 +95,11 @@ def test_every_exported_file_is_recorded(tmp_path):
             with pytest.raises(ArtifactError, match=rf"{name} is no file of the export: remove it"):
                 check(folder)
         (folder / name).unlink()
+    (folder / "adapters" / "more").rmdir()
     verify(folder)
+    (folder / "adapters" / "linked").symlink_to(tmp_path)
+    with pytest.raises(ArtifactError, match="adapters/linked is no file of the export"):
+        verify(folder)
 
 
 def test_norms_and_biases_are_named(tmp_path):
