@@ -33,7 +33,7 @@ from synthetic import clip_model, images, retex_model, sentences, t5_model, task
 
 from retex_hf import RetexModel
 
-RANK, REFERENCES = 32, 64
+RANK, REFERENCES = 32, 16
 CACHE = "8GB"
 
 
@@ -49,6 +49,11 @@ class Shape:
     call: str = "forward"
     options: Mapping[str, Any] | None = None
     recovered: Callable[[str], bool] = bool
+
+    def batch(self) -> dict[str, Any]:
+        """Return the arguments of a call whose rows are of all tasks in turn."""
+        one = [self.inputs(row % self.tasks, 1) for row in range(self.rows)]
+        return {name: torch.cat([row[name] for row in one]) for name in one[0]} | dict(self.options or {})
 
 
 def tokens(length: int, vocabulary: int) -> Callable[[int, int], dict[str, Tensor]]:
@@ -98,22 +103,28 @@ SHAPES = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def timing_parser(description: str | None, out: Path) -> argparse.ArgumentParser:
+    """Return the command line of a benchmark that measures times of shapes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="shapes whose name contains this")
-    parser.add_argument("--out", type=Path, default=Path("routing_cost.json"))
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
+
+
+def main() -> None:
+    arguments = timing_parser(__doc__, Path("routing_cost.json")).parse_args()
     torch.set_num_threads(arguments.threads)
     quiet()
     chosen = {name: shape for name, shape in SHAPES.items() if arguments.only in name}
-    found = {name: measure(shape, arguments.repeats) for name, shape in tqdm(chosen.items(), desc="shapes")}
-    results = {"threads": arguments.threads, "repeats": arguments.repeats, "rank": RANK, "shapes": found}
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    text = markdown(found)
-    arguments.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print("\n" + text)
+    settings = {"threads": arguments.threads, "repeats": arguments.repeats, "rank": RANK}
+    found: dict[str, Any] = {}
+    for name, shape in tqdm(chosen.items(), desc="shapes"):
+        found[name] = measure(shape, arguments.repeats)
+        arguments.out.write_text(json.dumps({**settings, "shapes": found}, indent=1) + "\n", encoding="utf-8")
+        arguments.out.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
+    print("\n" + markdown(found))
 
 
 def measure(shape: Shape, repeats: int) -> dict[str, Any]:
@@ -123,8 +134,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
     tasks = task_names(shape.tasks)
     retex = retex_model(model, tasks, RANK, recovered=shape.recovered)
     references = {task: [shape.inputs(number, REFERENCES)] for number, task in enumerate(tasks)}
-    one = [shape.inputs(row % shape.tasks, 1) for row in range(shape.rows)]
-    batch = {name: torch.cat([row[name] for row in one]) for name in one[0]} | dict(shape.options or {})
+    batch = shape.batch()
     models = {"routed": fitted(retex, references, feature_layer=shape.layer)}
     models["routed, shared trunk"] = fitted(retex, references, feature_layer=shape.layer, shared_trunk=True)
     merged = models["routed"].get_base_model()
@@ -163,14 +173,15 @@ def rounds(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, li
     return times
 
 
+def ratio(values: list[float]) -> str:
+    """Format the median of ratios, with their quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def markdown(found: Mapping[str, Any]) -> str:
     """Format the medians of the ratios, with their quartiles."""
     columns = ["model and batch", "routed over static", "with a shared trunk", "tasks identified"]
-
-    def ratio(values: list[float]) -> str:
-        low, middle, high = statistics.quantiles(values, n=4)
-        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
     rows = [[name, *map(ratio, one["ratios"].values()), one["identified"]] for name, one in found.items()]
     return markdown_table(columns, rows)
 
