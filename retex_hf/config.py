@@ -155,7 +155,8 @@ class RetexConfig:
             trunk change, on average over tasks; where a model gives no answers, ten times as much is the distance that
             outputs may move back towards the merged model, relative to the expert's.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
-        signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`.
+        signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`, as in the
+            paper. Wider subspaces, which a ratio gives to many references, also hold corrupted inputs of other tasks.
         tasks: Names of the tasks, filled in on build.
         base_model: Source of the base (`id`, `revision`), filled in on build.
         experts: Source of each expert, filled in on build.
@@ -198,7 +199,7 @@ class RetexConfig:
     shared_trunk: bool | str = False
     trunk_tolerance: float = 0.01
     num_reference: int = 64
-    signature_rank: int | float = 0.1
+    signature_rank: int | float = 6
     tasks: list[str] = field(default_factory=list)
     base_model: dict[str, Any] | None = None
     experts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -267,13 +268,14 @@ class RetexConfig:
     @classmethod
     def paper(cls, **options: Any) -> RetexConfig:
         """Return the paper's own setting: one rank of 256 everywhere, float32, the plain sum of squared errors, and
-        tasks identified by residuals at the last layer.
+        tasks identified by residuals at the last layer, to subspaces of a tenth of the references' number.
 
         >>> from retex_hf import RetexConfig
         >>> RetexConfig.paper().rank, RetexConfig.paper(rank=64, recovery="affine").rank
         (256, 64)
         """
-        paper = {"rank": PAPER_RANK, "weighting": "plain", "identification": "residual", "feature_layer": -1}
+        paper = {"rank": PAPER_RANK, "weighting": "plain"}
+        paper |= {"identification": "residual", "feature_layer": -1, "signature_rank": 0.1}
         return cls(**{**paper, **options})
 
     def with_weighting(self, solver: str) -> RetexConfig:

@@ -33,7 +33,7 @@ from retex_hf import RetexConfig
 from retex_hf.evaluation import TaskData
 from retex_hf.routing import FeatureSpace, Signatures
 from retex_hf.routing.feature_space import spread
-from retex_hf.routing.fitting import fit_features
+from retex_hf.routing.fitting import SHALLOW, fit_features
 from retex_hf.routing.signatures import cross_validated
 
 ROWS, REFERENCES = 60, 64
@@ -41,10 +41,12 @@ COUNTS = (8, 16, 64, 256, 400)
 SIZES = (4, 8, 12, 14, 16, 21)
 RATE = 0.05
 BINS = 10
-PAPER, RESIDUAL, BEFORE, DEFAULT = (
+RANK = RetexConfig().signature_rank
+PAPER, RESIDUAL, UNPERTURBED, BEFORE, DEFAULT = (
     "residual, last layer (the paper's)",
     "residual, layer chosen",
-    "whitened",
+    "whitened, clean references",
+    "whitened, any layer but the first third",
     "whitened, perturbed references (default)",
 )
 NORMALISED, GAUSSIAN, REGRESSION = "default, rows normalised", "one Gaussian covariance (LDA)", "logistic regression"
@@ -70,7 +72,17 @@ def fitted(identification: str, clean: Task, perturbed: Task) -> Score:
 def whitened(clean: Task, perturbed: Task) -> Score:
     """Whiten without perturbed references, over layers up to the last."""
     space = FeatureSpace.fit(spread(list(clean[0])), clean)
-    return of_signatures(Signatures.fit_in(space, [space(task) for task in clean], 0.1))
+    return of_signatures(Signatures.fit_in(space, [space(task) for task in clean], RANK))
+
+
+def earlier(clean: Task, perturbed: Task) -> Score:
+    """Apply the default, but let features end in the first half of the layers, and subspaces grow with references."""
+    layers = list(clean[0])
+    later = len(layers) - len(layers) // SHALLOW
+    # Of the candidates, the first half is passed over.
+    candidates = [*layers[:later], *layers[-later:]]
+    config = RetexConfig(signature_rank=0.1)
+    return of_signatures(fit_features(clean, perturbed, config, candidates)[0])
 
 
 def normalised(clean: Task, perturbed: Task) -> Score:
@@ -114,7 +126,8 @@ def regression(clean: Task, perturbed: Task) -> Score:
 RULES: dict[str, Callable[[Task, Task], Score]] = {
     PAPER: paper,
     RESIDUAL: partial(fitted, "residual"),
-    BEFORE: whitened,
+    UNPERTURBED: whitened,
+    BEFORE: earlier,
     DEFAULT: partial(fitted, "whitened"),
     NORMALISED: normalised,
     GAUSSIAN: gaussian,
@@ -153,7 +166,7 @@ def doubt(features: StudyFeatures, tasks: Sequence[str], count: int) -> dict[str
     space = signatures.space
     make = partial(FeatureSpace.fit, space.layers)
     parts = {
-        "references": cross_validated(given[0], 0.1, make, given[1]),
+        "references": cross_validated(given[0], RANK, make, given[1]),
         "test": [signatures.residuals(space(features.test[task][CLEAN])) for task in tasks],
     }
     errors = {
@@ -242,7 +255,7 @@ def main() -> None:
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
     study = replace(study, unseen_tests=unseen_tests(recipe))
     features = stored(study, arguments.work_dir, arguments.corrupted_rows, arguments.source)
-    compared = [PAPER, RESIDUAL, BEFORE, DEFAULT]
+    compared = [PAPER, RESIDUAL, UNPERTURBED, BEFORE, DEFAULT]
     most = min(len(next(iter(pool[CLEAN].values()))) for pool in features.pool.values())
     results = {
         "suite": arguments.recipe.stem,

@@ -36,7 +36,7 @@ class Identifier:
         source: str | Mapping[str, Any] = "average",
         *,
         num_reference: int = 64,
-        signature_rank: int | float = 0.1,
+        signature_rank: int | float = 6,
         identification: str = "whitened",
         feature_layer: str | int = "auto",
         feature_pooling: str = "mean",

@@ -24,9 +24,11 @@ from .pooling import Layout
 from .signatures import Signatures, SpaceMaker, cross_validated, identified, shallowest_good
 
 LABEL_NAMES = ("labels", "label", "label_ids")
-# One over this share of the layers is passed over: the first may tell present tasks apart by words or colours, which
-# tasks to come may share, and which weather changes most.
-SHALLOW = 3
+# One over these shares of the layers are passed over: the first may tell present tasks apart by words or colours, which
+# tasks to come may share, and which weather changes most. Features begin after a third of the layers, and end in the
+# second half: those that end earlier tell clean inputs apart as well, and corrupted ones worse
+# (examples/benchmarks/routing_rules.py).
+SHALLOW, EARLY = 3, 2
 
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
@@ -118,11 +120,11 @@ def fit_features(
         features: The features (N, d) of every task's references by layer, in the order of the layers.
         perturbed: Those of the same references, perturbed.
         config: Rank of subspaces, and the rule of identification.
-        candidates: Layers to choose the last one from; default: all. The first third of several is passed over.
+        candidates: Layers to choose the last one from; default: all. The first half of several is passed over.
     """
     layers = list(features[0])
     candidates = layers if candidates is None else candidates
-    chosen = candidates[len(candidates) // SHALLOW :]
+    chosen = candidates[len(candidates) // EARLY :]
     spaces = {layer: _space_maker(config, layers, layer) for layer in candidates}
     fit = partial(cross_validated, features, config.signature_rank, perturbed=perturbed)
     residuals = {layer: fit(make_space=make) for layer, make in spaces.items()}

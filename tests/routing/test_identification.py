@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, images, tokens
+from families import FAMILIES, TEXT, VOCAB, images, tokens
 from helpers import TASKS, assert_same, build_from, build_retex, make_experts
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from retex_hf import ConfigError, InputError, RetexError, RetexModel, TaskError
 from retex_hf.backends import library_of
@@ -194,16 +194,19 @@ def test_fitting_reports_accuracies_and_takes_the_layer_that_they_and_perturbed_
         return shallowest_good(values)
 
     monkeypatch.setattr(fitting, "shallowest_good", noted)
-    model = fitted(feature_layer="auto")
-    judged.clear()
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(**TEXT | {"num_hidden_layers": 4})).eval()
+    model, _ = build_from(base, make_experts(base, scale=1.0), feature_layer="auto")
     accuracies = model.fit_signatures({task: [words(task, 64)] for task in TASKS}, progress=False)
-    assert list(accuracies) == ["encoder.layer.0", "encoder.layer.1"]
+    assert list(accuracies) == [f"encoder.layer.{number}" for number in range(4)]
     assert all(0.9 < accuracy <= 1 for accuracy in accuracies.values())
     ((*means,),) = judged
     # A mean of two shares, of which one is reported: the other is a share of the 192 references, too.
-    others = [2 * mean - clean for mean, clean in zip(means, accuracies.values(), strict=True)]
+    later = dict(list(accuracies.items())[2:])  # features do not end in the first half
+    others = [2 * mean - clean for mean, clean in zip(means, later.values(), strict=True)]
     assert all(0 <= share <= 1 and 192 * share == pytest.approx(round(192 * share)) for share in others)
-    assert model.signatures.feature_layer == list(accuracies)[shallowest_good(means)]
+    assert model.signatures.feature_layer == list(later)[shallowest_good(means)]
+    assert model.signatures.space.layers[0] == "encoder.layer.1"  # nor begin in the first third
 
 
 @pytest.mark.parametrize("layer", [-1, "encoder.layer.1"])
