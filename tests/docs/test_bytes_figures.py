@@ -23,7 +23,18 @@ def test_the_short_table_is_that_of_the_results():
     assert bytes_summary.summary(points) in PAGE
 
 
-@pytest.mark.parametrize("suite", bytes_summary.SUITES)
+def test_more_rows_of_t5_are_those_of_the_results():
+    results = json.loads((bytes_summary.RESULTS / "bytes_text_to_text_200.json").read_text(encoding="utf-8"))
+    small, large = (
+        [f"{point['figures'][figure]['value']:.3f}" for figure in ("normalised", "worst")]
+        for point in results["points"]
+        if point["method"] == "ReTeX"
+    )
+    expected = f"at 1 % it keeps {small[0]} of the experts (worst task {small[1]}), at 1.5 % {large[0]} ({large[1]})"
+    assert expected in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize("suite", [*bytes_summary.SUITES, "text_to_text_200"])
 def test_the_full_tables_are_those_of_the_results(suite):
     """The figures in the JSON follow from its rows, and the table from its figures."""
     results = json.loads((bytes_summary.RESULTS / f"bytes_{suite}.json").read_text(encoding="utf-8"))
