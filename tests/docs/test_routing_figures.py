@@ -1,4 +1,5 @@
-"""The figures of docs/benchmarks.md and docs/route.md on out-of-distribution rows are those of the result file."""
+"""The figures of docs/benchmarks.md and docs/route.md on identification and out-of-distribution rows are those of the
+result files."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import far_inputs
+import pytest
+import routing_rules
+import routing_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -34,3 +38,22 @@ def test_the_guide_says_what_was_measured():
         f"{100 * min(left_out) + 1e-9:.0f} to {100 * max(left_out):.0f} %"
     ) in page
     assert f"upside down, {100 * rows['own images, upside down']:.0f} %" in page
+
+
+@pytest.mark.parametrize("suite", routing_summary.SUITES)
+def test_the_tables_of_rules_are_those_of_the_results(suite):
+    text = (RESULTS / f"routing_rules_{suite}.md").read_text(encoding="utf-8")
+    assert routing_rules.markdown(routing_summary.read(suite)) == text
+
+
+def test_the_short_table_of_rules_is_that_of_the_results():
+    assert routing_summary.summary() in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_the_default_rule_identifies_corrupted_rows_best_and_is_nowhere_the_worst():
+    for suite in routing_summary.SUITES:
+        conditions = routing_summary.read(suite)["conditions"]
+        for part in (routing_rules.CLEAN, "corrupted"):
+            shares = [found[part] for found in conditions.values()]
+            assert conditions[routing_rules.DEFAULT][part] > min(shares)
+            assert conditions[routing_rules.DEFAULT][part] >= conditions[routing_rules.BEFORE][part]
