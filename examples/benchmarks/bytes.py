@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bytes_bench import AROUND_BASE, RIVALS, Bench, measure_all, rows_of
 from bytes_table import FORMS, as_hex, as_json, figure, markdown, tabulate
-from experiment import RETEX, load, parse, run
+from experiment import RETEX, command, load, parse, run
 
 from retex_hf.artifact.plots import DPI
 from retex_hf.errors import ConfigError
@@ -60,6 +60,7 @@ def main() -> None:
     title = f"{arguments.recipe.stem}, {len(study.tasks)} tasks, {arguments.split} rows"
     text, out = markdown(rows, title), arguments.out or arguments.work_dir / "bytes.json"
     results = {
+        "command": command(),
         "recipe": recipe.to_dict(),
         "tasks": study.tasks,
         "split": arguments.split,

@@ -28,7 +28,7 @@ METHODS: list[dict[str, dict[str, Any]]] = [
     {"merged": {"merge": "average", "label": "average"}},
     {"emr": {"label": "EMR"}},
     {"id_emr": {"label": "ID-EMR"}},
-    {"id_lora": {"label": "ID-LoRA"}},
+    {"id_lora": {"label": "ID-LoRA (SVD)"}},
     {"twin_merging": {"epochs": 1, "label": "Twin-Merging"}},
     {"dawin": {"label": "DaWin"}},
     {"wemoe": {"steps": 1, "label": "WEMoE"}},

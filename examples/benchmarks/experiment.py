@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,7 @@ __all__ = [
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "experiments"
 RETEX = "ReTeX"
+CALIBRATION = "calibration_rows"
 MODES = ("known", "unknown", "oracle")
 # Convert an evaluation to the value of a cell, and back.
 pack, unpack = Evaluation.as_dict, Evaluation.from_dict
@@ -70,8 +72,8 @@ pack, unpack = Evaluation.as_dict, Evaluation.from_dict
 class MethodSpec:
     """A method of a recipe: its name in the registry, its options, and its label in tables.
 
-    `ReTeX` takes fields of `RetexConfig` as options, which override those of the recipe. The option `label` of any
-    method is its name in tables.
+    `ReTeX` takes fields of `RetexConfig` as options, which override those of the recipe, and `calibration_rows`. The
+    option `label` of any method is its name in tables.
     """
 
     name: str
@@ -94,7 +96,9 @@ class MethodSpec:
     def make(self) -> Method:
         """Make a new, unfitted method."""
         if self.name == RETEX:
-            return Retex(RetexConfig(**self.options), name=self.label)
+            fields = {key: value for key, value in self.options.items() if key != CALIBRATION}
+            given = {CALIBRATION: self.options[CALIBRATION]} if CALIBRATION in self.options else {}
+            return Retex(RetexConfig(**fields), name=self.label, **given)
         method = _baseline(self.name, self.options)
         method.name = self.label
         return method
@@ -328,10 +332,19 @@ def lines_figure(
     return figure
 
 
+def command() -> str:
+    """Return the command that is running, with the script's path from the repository's root.
+
+    A result file states it, so that its table can be made again.
+    """
+    script = Path(sys.argv[0]).name
+    return shlex.join(["python", f"examples/benchmarks/{Path(script).stem}.py", *sys.argv[1:]])
+
+
 def write(work: Path, experiment: str, results: Mapping[str, Any], markdown: str, figure: Figure | None) -> None:
-    """Write `<experiment>.json`, `.md` and `.png`, and print the table."""
+    """Write `<experiment>.json` (with the command), `.md` and `.png`, and print the table."""
     work.mkdir(parents=True, exist_ok=True)
-    write_json(work / f"{experiment}.json", results)
+    write_json(work / f"{experiment}.json", {"command": command(), **results})
     (work / f"{experiment}.md").write_text(markdown, encoding="utf-8")
     if figure is not None:
         figure.savefig(work / f"{experiment}.png", dpi=DPI)

@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import quiet, write_json
-from experiment import markdown_table
+from experiment import command, markdown_table
 from quickstart import load_task
 from suites import Suite, image_suite, text_suite
 
@@ -169,7 +169,7 @@ def main() -> None:
     for name, results in found.items():
         print(markdown(results))
         if arguments.out is not None:
-            write_json(arguments.out / f"far_inputs_{name}.json", results)
+            write_json(arguments.out / f"far_inputs_{name}.json", {"command": command(), **results})
             (arguments.out / f"far_inputs_{name}.md").write_text(markdown(results), encoding="utf-8")
 
 

@@ -7,6 +7,8 @@ Writes `main_table.json`, `.md` and `.png` into the work dir. A cell is one meth
 it is finished: an interrupted run resumes, a changed recipe is computed anew. A recipe without `methods` compares those
 below.
 
+Merges and methods run with their authors' settings where the recipe's `settings` do not say otherwise.
+
 The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
 known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from experiment import (
+    CALIBRATION,
     RETEX,
     MethodSpec,
     Study,
@@ -33,7 +36,8 @@ from experiment import (
     write,
 )
 from matplotlib.figure import Figure
-from merges import MERGES, learned
+from merges import MERGES, ROWS, learned, merges_of
+from recipes import Recipe
 
 from retex_hf import merge_methods
 from retex_hf.baselines import BASELINES, expert_weights
@@ -44,29 +48,50 @@ from retex_hf.evaluation.report import Report
 from retex_hf.evaluation.run import Evaluation
 
 INDIVIDUAL = "individual"
-ADAMERGING = MERGES["AdaMerging"]
-PLUS = {**ADAMERGING, "trim": True}
-# The authors' own training takes hours on a CPU: use fewer steps, and fewer rows to train routers on.
-WEMOE = {"steps": 60, "rows_per_task": 4}
 MIXING = ("twin_merging", "dawin", "wemoe", "mow")
-METHODS: list[dict[str, dict[str, Any]]] = [
-    {INDIVIDUAL: {}},
-    {"zero_shot": {"label": "zero-shot"}},
-    *({"merged": {"merge": merge, "label": name}} for name, merge in MERGES.items()),
-    {"merged": {"merge": PLUS, "label": "AdaMerging++"}},
-    {"merged": {"head": "identifier", "label": "average, identified head"}},
-    {"emr": {"label": "EMR"}},
-    {"id_emr": {"label": "ID-EMR"}},
-    {"id_lora": {"label": "ID-LoRA"}},
-    {"twin_merging": {"rows_per_task": 400, "validation_rows": 100, "remember": True, "label": "Twin-Merging"}},
-    {"dawin": {"remember": True, "label": "DaWin"}},
-    {"wemoe": {**WEMOE, "label": "WEMoE"}},
-    {"mow": {"validation_rows": 100, "remember": True, "label": "MoW"}},
-    {"sim": {"label": "SiM"}},
-    {RETEX: {"label": RETEX}},
-    {RETEX: {"num_reference": 256, "label": f"{RETEX}, 256 references"}},
-    *({RETEX: {"merge": merge, "label": f"{RETEX} on {name}"}} for name, merge in MERGES.items() if name != "average"),
-]
+
+
+def methods(recipe: Recipe) -> list[dict[str, dict[str, Any]]]:
+    """Return all systems of the paper as entries of a recipe's `methods`, with the recipe's settings."""
+    merges = merges_of(recipe)
+    entries: list[dict[str, dict[str, Any]]] = [
+        {INDIVIDUAL: {"label": INDIVIDUAL}},
+        {"zero_shot": {"label": "zero-shot"}},
+        *({"merged": {"merge": merge, "label": name}} for name, merge in merges.items()),
+        {"merged": {"merge": trimmed(recipe), "label": "AdaMerging++"}},
+        *(
+            {"merged": {"merge": merge, "head": "identifier", "label": f"{name}, identified head"}}
+            for name, merge in merges.items()
+        ),
+        {"emr": {"label": "EMR"}},
+        {"id_emr": {"label": "ID-EMR"}},
+        {"id_lora": {"label": "ID-LoRA (SVD)"}},
+        {"twin_merging": {"remember": True, "label": "Twin-Merging"}},
+        {"dawin": {"remember": True, "label": "DaWin"}},
+        {"wemoe": {"remember": True, "label": "WEMoE"}},
+        {"mow": {"remember": True, "label": "MoW"}},
+        {"sim": {"label": "SiM"}},
+        {RETEX: {"label": RETEX}},
+        {RETEX: {"num_reference": 256, "label": f"{RETEX}, 256 references"}},
+        *(
+            {RETEX: {"merge": merge, "label": f"{RETEX} on {name}"}}
+            for name, merge in merges.items()
+            if name != "average"
+        ),
+    ]
+    labels = [options["label"] for entry in entries for options in entry.values()]
+    unknown = [name for name in recipe.settings if name not in labels]
+    if unknown:
+        raise ConfigError(f"The recipe has settings of {unknown[0]!r}, which is none of {labels}.")
+    own = {label: options for label, options in recipe.settings.items() if label not in MERGES}
+    return [
+        {name: {**options, **own.get(options["label"], {})} for name, options in entry.items()} for entry in entries
+    ]
+
+
+def trimmed(recipe: Recipe) -> dict[str, Any]:
+    """Return AdaMerging++, which is AdaMerging on trimmed task vectors, with the recipe's settings of AdaMerging."""
+    return {**merges_of(recipe)["AdaMerging"], "trim": True}
 
 
 def make(spec: MethodSpec, study: Study, work: Path) -> Method:
@@ -76,9 +101,9 @@ def make(spec: MethodSpec, study: Study, work: Path) -> Method:
     if isinstance(merge, str) and merge in merge_methods():
         merge = {"method": merge}
     if isinstance(merge, dict):
-        options["merge"] = learned(study, work, merge)
+        options["merge"] = learned(study, work, merge, options.pop(CALIBRATION, ROWS))
     if spec.name == "mow" and "static" not in options:
-        options["static"] = source_body(expert_weights(study.material), learned(study, work, PLUS))
+        options["static"] = source_body(expert_weights(study.material), learned(study, work, trimmed(study.recipe)))
     return MethodSpec(spec.name, spec.label, options).make()
 
 
@@ -90,9 +115,11 @@ def run_size(study: Study, specs: Sequence[MethodSpec], work: Path, whole: bool,
         key = f"{len(study.tasks)} tasks, {spec.label}"
         built[key] = {"method": spec.name, "options": spec.options, "modes": modes}
         if spec.name == "mow":
-            built[key]["static"] = PLUS
+            built[key]["static"] = trimmed(study.recipe)
         cells[key] = lambda spec=spec, modes=modes: pack(study.evaluate(make(spec, study, work), modes))
-    done = run_cells(work / "cells", cells, study.identity("main_table"), built=built, only=only)
+    identity = study.identity("main_table")
+    del identity["recipe"]["settings"]  # in the options of the cells that they change, so that others are kept
+    done = run_cells(work / "cells", cells, identity, built=built, only=only)
     study.release()
     routers = {key for key, spec in zip(cells, specs, strict=True) if routes(spec)} if whole else set()
     return [with_oracle(unpack(cell)) if key in routers else unpack(cell) for key, cell in done.items()]
@@ -172,7 +199,7 @@ def main() -> None:
     recipe, arguments = parse(__doc__, "shipped-text.yaml")
     work = arguments.work_dir
     study = load(recipe, work, mirror=arguments.mirror)
-    specs = study.methods(METHODS)
+    specs = study.methods(methods(recipe))
     reports = {}
     for size in study.sizes:
         part = study.subset(size)

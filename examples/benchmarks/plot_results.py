@@ -25,7 +25,7 @@ SUITES = {
     "text8": "Text: MiniLM, 8 tasks",
     "text_to_text": "T5: Flan-T5-small, 6 tasks",
 }
-METHODS = ["average", "TIES", "ID-LoRA", "Twin-Merging", "SiM", "ReTeX"]
+METHODS = ["average", "TIES", "ID-LoRA (SVD)", "Twin-Merging", "SiM", "ReTeX"]
 
 
 def task_unknown(text: str) -> dict[str, tuple[float, float]]:

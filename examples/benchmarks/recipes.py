@@ -64,6 +64,8 @@ class Recipe:
         unseen: Tasks used only for the tests of unseen tasks.
         config: Fields of `RetexConfig`.
         methods: Methods to compare, each a name or `{name: options}`; default: the experiment's own.
+        settings: Options by the name of a merge (`merges.py`) or of a method of the main table, over those that the
+            experiments give: fewer steps of training, for example. What is not named here runs as its authors run it.
         rows: Test rows per task, drawn at random once; default: all.
         train_rows: Training rows per task that are read, drawn at random once; default: all.
         max_length: Truncate texts to this many tokens.
@@ -81,6 +83,7 @@ class Recipe:
     unseen: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     methods: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: int | None = None
     train_rows: int | None = None
     max_length: int = 64
@@ -237,6 +240,10 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "methods": (
         lambda v: isinstance(v, list) and all(_is_method(item) for item in v),
         "a list of names or {name: options}",
+    ),
+    "settings": (
+        lambda v: isinstance(v, dict) and all(isinstance(k, str) and isinstance(o, dict) for k, o in v.items()),
+        "a mapping of names to options",
     ),
     "rows": (_is_count, "a positive integer"),
     "train_rows": (_is_count, "a positive integer"),

@@ -3,8 +3,9 @@
     python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
 
 Reads the `main_table.json` that main_table.py left in each work dir, and prints, for the largest number of tasks,
-accuracy relative to the individual experts with the task known and unknown, and the storage beyond one model as a share
-of all experts.
+accuracy relative to the individual experts with the task known, unknown and under oracle routing, and the storage
+beyond one model as a share of all experts. Oracle routing is shown where it differs from the task known: systems that
+mix by a router go on mixing when they are told the task, all others run the part of the named task either way.
 """
 
 from __future__ import annotations
@@ -19,20 +20,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import read_json
 from experiment import markdown_table
 
+COLUMNS = ("known", "unknown", "oracle", "added")
+
 
 def column(methods: dict[str, Any], name: str) -> list[str]:
-    """Return known, unknown and added storage of one method; empty where a suite or a mode does not have it."""
+    """Return the figures of one method in one suite; empty where the suite or a mode does not have it."""
     if name not in methods:
-        return ["", "", ""]
+        return [""] * len(COLUMNS)
     modes = methods[name]["modes"]
-    found = [f"{modes[mode]['normalised']['value']:.3f}" if mode in modes else "" for mode in ("known", "unknown")]
-    return [*found, f"{methods[name]['storage']['added']:.1%}"]
+    known, unknown, oracle = (
+        f"{modes[mode]['normalised']['value']:.3f}" if mode in modes else "" for mode in ("known", "unknown", "oracle")
+    )
+    return [known, unknown, "" if oracle == known else oracle, f"{methods[name]['storage']['added']:.1%}"]
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the methods of the largest number of tasks of a result file."""
+    sizes = read_json(file)["sizes"]
+    return sizes[max(sizes, key=int)]["methods"]
 
 
 def table(suites: dict[str, dict[str, Any]]) -> str:
     """Format the table; `suites` holds the methods of each suite, by its name."""
     names = list(dict.fromkeys(name for methods in suites.values() for name in methods))
-    header = ["method", *(f"{suite}, {what}" for suite in suites for what in ("known", "unknown", "added"))]
+    header = ["method", *(f"{suite}, {what}" for suite in suites for what in COLUMNS)]
     return markdown_table(
         header, [[name, *(cell for m in suites.values() for cell in column(m, name))] for name in names]
     )
@@ -44,8 +55,7 @@ def main() -> None:
     folders = dict(suite.split("=", 1) for suite in parser.parse_args().suites)
     suites = {}
     for name, folder in folders.items():
-        sizes = read_json(Path(folder) / "main_table.json")["sizes"]
-        suites[name] = sizes[max(sizes, key=int)]["methods"]
+        suites[name] = read(Path(folder) / "main_table.json")
     print(table(suites))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from ..data.readout import entropy
 from ..errors import ConfigError
 from ..evaluation.method import Material, without_padding
+from ..execution import ExpertCache
+from .bodies import CACHE_BYTES
 from .dynamic import Dynamic, Mixtures
-from .static import Individual
+from .shared_body import SharedBody
 
 MOST_ROUNDS = 20
 
@@ -23,9 +25,10 @@ class DaWin(Dynamic):
     `H_t` is the entropy of expert t's answer to the row. It needs no training, but every row first runs through all
     experts.
 
-    The authors run all experts under the head of the true task, which gives the task away. Here each expert has its own
-    head, whether the task is known or not, and where it is unknown the head is that of the expert with the lowest
-    entropy. As in the equation, the entropy also depends on the number of classes of the expert's own task.
+    With the task known, all experts answer under the head of the true task, as in the authors' code, which gives the
+    task away. With the task unknown, each expert answers under its own head, and the row's head is that of the expert
+    with the lowest entropy; as in the equation, the entropy then also depends on the number of classes of the expert's
+    task. Generators have no head, so both are the same.
 
     With oracle routing the body is `theta_0 + scale * T * tau_t`, which overshoots the expert where `scale * T > 1`.
 
@@ -45,19 +48,31 @@ class DaWin(Dynamic):
         self.scale, self.clusters = scale, clusters
 
     def prepare(self, material: Material) -> Mixtures:
-        self.experts = Individual()
-        self.experts.fit(material)
         weights = self.weights
+        self._experts = ExpertCache(CACHE_BYTES)
         factor = self.scale * len(weights.tasks)
         corners = {name: base + factor * weights.vectors[name] for name, base in weights.base.items()}
         return Mixtures(weights, corners, {})
 
     def route(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        entropies = [
-            entropy(self.readout.logits(self.experts.module(task), without_padding(inputs), task))
-            for task in self.weights.tasks
-        ]
-        return (-torch.stack(entropies, dim=-1)).softmax(-1)
+        """Return the entropies (rows, T, T) of every expert's answers under every head; one pass per expert."""
+        return torch.stack([self._entropies(expert, without_padding(inputs)) for expert in self.weights.tasks], dim=1)
+
+    def _entropies(self, expert: str, inputs: Mapping[str, Tensor]) -> Tensor:
+        tasks, size = self.weights.tasks, 4 * self.weights.numbers()
+        body = self._experts.get(
+            expert, lambda: SharedBody(self.weights, self.weights.expert_body(expert)), lambda: size
+        )
+        scores = body.scores(self.readout, inputs, tasks if self.readout.chooses_head else tasks[:1])
+        found = torch.stack([entropy(of) for of in scores.values()], dim=-1)
+        return found.expand(-1, len(tasks))
+
+    def shares(self, found: Tensor, heads: Sequence[str] | None) -> Tensor:
+        if heads is None:
+            under = found.diagonal(dim1=1, dim2=2)
+        else:
+            under = found[torch.arange(len(found)), :, [self.weights.tasks.index(head) for head in heads]]
+        return (-under).softmax(-1)
 
     def coefficients(self, shares: Tensor) -> Tensor:
         return super().coefficients(shares if self.clusters is None else cluster_means(shares, self.clusters))

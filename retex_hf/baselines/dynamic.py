@@ -150,7 +150,14 @@ class Dynamic(Method):
 
     @abstractmethod
     def route(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the shares (rows, T) of the corners in the body of each row; they sum to one."""
+        """Return what the router finds of each row (rows, ...), whoever asks: the shares, unless `shares` says else."""
+
+    def shares(self, found: Tensor, heads: Sequence[str] | None) -> Tensor:
+        """Return the shares (rows, T) of the corners in the body of each row; they sum to one.
+
+        `heads` are the true tasks where they are known. Most routers decide by the input alone.
+        """
+        return found
 
     @torch.no_grad()
     def predict(
@@ -158,7 +165,7 @@ class Dynamic(Method):
     ) -> Prediction:
         names = self.weights.tasks
         keys = row_keys(inputs) if self.remember else None
-        shares = true_shares(self.name, names, tasks) if oracle else self._shares(inputs, keys)
+        shares = true_shares(self.name, names, tasks) if oracle else self.shares(self._found(inputs, keys), tasks)
         heads = [names[index] for index in shares.argmax(-1).tolist()] if tasks is None else list(tasks)
         return Prediction(self._answers(inputs, self.coefficients(shares), heads, keys), heads)
 
@@ -169,7 +176,7 @@ class Dynamic(Method):
         rounded = shares.double().round(decimals=self.decimals)
         return (rounded / rounded.sum(-1, keepdim=True)).float()
 
-    def _shares(self, inputs: Mapping[str, Tensor], keys: list[bytes] | None) -> Tensor:
+    def _found(self, inputs: Mapping[str, Tensor], keys: list[bytes] | None) -> Tensor:
         if keys is None:
             return self.route(inputs)
         if not all(key in self._routed for key in keys):

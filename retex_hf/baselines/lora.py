@@ -39,6 +39,8 @@ def truncate(matrix: Tensor, rank: int) -> Factors:
 class LoRA(TaskBodies):
     """`W_t = W_0 + B_t A_t`, the best approximation of each task vector at a rank. Must be given the task.
 
+    It has the form of a LoRA, but it is a truncated SVD of a finished expert: nothing is trained at that rank.
+
     Convolutions are matrices with one row per output channel, stacked experts of an MoE layer one matrix each. A matrix
     whose factors would take no fewer numbers than the matrix is stored whole, and is then exact.
 
@@ -49,7 +51,7 @@ class LoRA(TaskBodies):
             vectors, not ranks. False leaves them at the base's value.
     """
 
-    name = "LoRA"
+    name = "LoRA (SVD)"
 
     def __init__(self, rank: int = 16, *, keep_vectors: bool = True) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -95,9 +97,9 @@ class LoRA(TaskBodies):
 
 
 class IdLoRA(Identified, LoRA):
-    """One LoRA per task, with the task chosen by our identifier."""
+    """The truncated SVD of each task vector, with the task chosen by our identifier."""
 
-    name = "ID-LoRA"
+    name = "ID-LoRA (SVD)"
 
 
 def _flat(tasks: list[list[Factors]]) -> Iterator[Tensor]:

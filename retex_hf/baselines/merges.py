@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..config import RetexConfig
+from ..data.readout import Answer
 from ..errors import ConfigError
 from ..evaluation.method import Material
 from ..merging import get_merger, learn_options, merge_methods, options_to_learn
 from ..merging.calibration import Batch, Calibration
-from ..merging.expert_weights import ExpertWeights, Weights
+from ..merging.expert_weights import ExpertWeights, Weights, WeightTensors
 from ..model.retex_model import RetexModel
-from .weights import WeightTensors, expert_weights
+from .weights import expert_weights
 
 Merge = str | dict[str, Any]
 PRETRAINED = "pretrained"
@@ -32,13 +33,13 @@ CALIBRATION_BATCH = 32
 def learned_merge(material: Material, merge: Merge, rows: int = CALIBRATION_ROWS) -> Merge:
     """Return a merge with its coefficients learnt from data; one that learns nothing is returned unchanged.
 
-    AdaMerging sees training inputs without labels (its authors use test inputs); choices by accuracy are made on
-    labelled validation data.
+    AdaMerging is trained on training inputs without labels (its authors use test inputs), and keeps the step with the
+    best accuracy on labelled validation data, where there are any; choices by accuracy are made on validation data too.
 
     Args:
         material: Data that may be seen.
         merge: As `RetexConfig.merge`.
-        rows: Maximum rows per task to learn from.
+        rows: Maximum rows per task to learn from, and to choose by.
     """
     method, options = _split(merge)
     if method not in merge_methods() or not options_to_learn(method, options):
@@ -47,19 +48,30 @@ def learned_merge(material: Material, merge: Merge, rows: int = CALIBRATION_ROWS
         options = {"seed": material.seed, **options}
 
     def learn() -> dict[str, Any]:
-        batches = {task: _batches(material, task, rows, method != UNLABELLED) for task in material.tasks}
-        calibration = Calibration(expert_weights(material), material.readout, batches, progress=False)
+        batches, held_out = validation_batches(material, rows), None
+        if method == UNLABELLED:
+            samples = {task: material.sample(task, rows) for task in material.tasks}
+            held_out = batches or None
+            batches = {task: _batches(material, inputs, None) for task, inputs in samples.items()}
+        elif not batches:
+            raise ConfigError(f"Merge method {method!r} chooses by accuracy on validation data, but there are none.")
+        calibration = Calibration(expert_weights(material), material.readout, batches, False, held_out)
         return {"method": method, **learn_options(method, options, calibration)}
 
     return material.once(f"merge {method} {json.dumps(options, sort_keys=True)} {rows}", learn)
 
 
-def _batches(material: Material, task: str, count: int, labelled: bool) -> list[Batch]:
-    inputs, answers = material.sample(task, count), None
-    if labelled:
+def validation_batches(material: Material, count: int) -> dict[str, list[Batch]]:
+    """Draw labelled validation rows of each task at random, in batches; empty if there are no validation data."""
+    found = {}
+    for task in material.tasks if material.validation else []:
         data = material.validation[task]
         chosen = random.Random(material.seed).sample(range(len(data)), min(count, len(data)))
-        inputs, answers = [data.inputs[row] for row in chosen], [data.answers[row] for row in chosen]
+        found[task] = _batches(material, [data.inputs[row] for row in chosen], [data.answers[row] for row in chosen])
+    return found
+
+
+def _batches(material: Material, inputs: list[Any], answers: list[Answer] | None) -> list[Batch]:
     parts = [slice(start, start + CALIBRATION_BATCH) for start in range(0, len(inputs), CALIBRATION_BATCH)]
     return [Batch(material.collate(inputs[part]), answers and answers[part]) for part in parts]
 

@@ -13,11 +13,11 @@ from torch.nn.functional import normalize
 
 from ..errors import ConfigError
 from ..evaluation.method import Material
-from ..merging.adamerging import learn_coefficients, trimmed
 from ..merging.expert_weights import ExpertWeights, Weights
 from .blocks import block_tensors, find_attention, norms_and_embeddings, require_mlps
 from .dynamic import Dynamic, Mixtures, bytes_of
 from .gate import GateTraining, TaskGate
+from .merges import learned_merge, source_body
 
 
 class MoW(Dynamic):
@@ -29,7 +29,8 @@ class MoW(Dynamic):
     last hidden state of the model at `g = 1/T`, which can be made from the stored tensors.
 
     The authors learn the static part on test inputs and answer under the head of the true task. Here it is learnt on
-    training inputs, the gate's epoch is picked on validation inputs, and where the task is unknown the head is that of
+    training inputs (its step is picked on labelled validation rows, see `learned_merge`), the gate's epoch is picked on
+    validation inputs, and where the task is unknown the head is that of
     the largest `g_t`.
 
     Args:
@@ -46,7 +47,7 @@ class MoW(Dynamic):
         static_steps: Steps of AdaMerging++.
         static_rows_per_task: Inputs of each task in a step of AdaMerging++.
         static_learning_rate: Learning rate of AdaMerging++.
-        static_pool: Unlabelled inputs of each task to draw these from.
+        static_pool: Unlabelled inputs of each task to draw these from, and most validation rows to pick the step by.
         density: Share of a task vector that AdaMerging++ keeps.
         progress: Show progress bars.
         options: See `Dynamic`.
@@ -83,7 +84,7 @@ class MoW(Dynamic):
         self.static, self.density, self.static_pool = static, density, static_pool
         self._training = GateTraining(epochs, learning_rate, batch_size, progress)
         self.static_steps, self.static_rows_per_task = static_steps, static_rows_per_task
-        self.static_learning_rate, self.progress = static_learning_rate, progress
+        self.static_learning_rate = static_learning_rate
 
     def prepare(self, material: Material) -> Mixtures:
         weights = self.weights
@@ -117,26 +118,15 @@ class MoW(Dynamic):
         return chosen
 
     def _learn_static(self, material: Material) -> Weights:
-        weights = self.weights
-        batches = {
-            task: material.references(task, self.static_pool, self.static_rows_per_task) for task in weights.tasks
+        merge = {
+            "method": "adamerging",
+            "trim": True,
+            "density": self.density,
+            "steps": self.static_steps,
+            "rows_per_task": self.static_rows_per_task,
+            "learning_rate": self.static_learning_rate,
         }
-        learnt = learn_coefficients(
-            weights,
-            material.readout.logits,
-            batches,
-            steps=self.static_steps,
-            rows_per_task=self.static_rows_per_task,
-            learning_rate=self.static_learning_rate,
-            trimmed_density=self.density,
-            seed=material.seed,
-            progress=self.progress,
-        )
-        vectors = trimmed(weights.vectors, self.density)
-        return {
-            name: base + torch.tensordot(column, vectors[name], 1)
-            for (name, base), column in zip(weights.base.items(), learnt.T, strict=True)
-        }
+        return source_body(self.weights, learned_merge(material, merge, self.static_pool))
 
     def route(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.gate(inputs)

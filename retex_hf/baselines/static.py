@@ -128,6 +128,9 @@ class Merged(OneBody):
         calibration_rows: int = CALIBRATION_ROWS,
     ) -> None:
         super().__init__(head, identifier)
+        # A method without options is its name, by which the identifier knows the body that it reads.
+        if isinstance(merge, dict) and set(merge) == {"method"}:
+            merge = merge["method"]
         self.source, self.calibration_rows = merge, calibration_rows
         by_identifier = "" if head == "confidence" else " (identified head)"
         self.name = name or merge_name(merge) + by_identifier

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -18,12 +20,15 @@ from ..data.readout import Answer, entropy
 from ..data.task_data import TaskData
 from ..errors import ConfigError
 from ..evaluation.method import Material, Method, Prediction, without_padding
+from ..evaluation.run import is_right
+from ..merging.calibration import Batch
 from ..merging.expert_weights import ExpertWeights
 from ..routing import pool
 from ..utils.progress import track
 from .blocks import require_mlps
 from .dynamic import bytes_of, row_keys, task_arithmetic, true_shares
 from .heads import most_confident
+from .merges import validation_batches
 from .shared_body import SharedBody
 from .weights import expert_weights
 
@@ -41,7 +46,8 @@ class WEMoE(Method):
     During generation, a row's tokens are those of the current step.
 
     The authors train on the test inputs, and answer under the head of the true task. Here routers are trained on
-    training inputs, without labels. Coefficients differ between MLPs and do not identify a task, so where the task is
+    training inputs, without labels, and are those of the step (or of the start) that answers most validation rows
+    correctly under the true heads. Coefficients differ between MLPs and do not identify a task, so where the task is
     unknown the head is the one whose answer has the lowest entropy relative to the logarithm of its number of classes.
     With oracle routing, `w` is one for the true task and zero for others, in every MLP.
 
@@ -51,6 +57,8 @@ class WEMoE(Method):
         steps: Training steps.
         rows_per_task: Inputs of each task in a step.
         learning_rate: Initial learning rate of Adam, with cosine decay.
+        validation_rows: Labelled validation rows per task to pick the step by; 0 takes the last step.
+        check_every: Steps between two looks at them; the last step is looked at too.
         remember: Cache the result of each row, as `Dynamic` does.
         progress: Show a progress bar.
     """
@@ -66,9 +74,14 @@ class WEMoE(Method):
         steps: int = 1000,
         rows_per_task: int = 16,
         learning_rate: float = 1e-3,
+        validation_rows: int = 64,
+        check_every: int = 50,
         remember: bool = False,
         progress: bool = True,
     ) -> None:
+        if check_every < 1:
+            raise ConfigError(f"WEMoE: check_every must be at least 1, not {check_every!r}.")
+        self.validation_rows, self.check_every = validation_rows, check_every
         self.scale, self.mlps, self.steps, self.remember = scale, mlps, steps, remember
         self.rows_per_task, self.learning_rate, self.progress = rows_per_task, learning_rate, progress
 
@@ -84,17 +97,33 @@ class WEMoE(Method):
             torch.manual_seed(material.seed)
             self.experts = [MixedMLP(weights, model, layers, self.scale) for layers in names]
         self._remembered: dict[bytes, tuple[str, dict[str, Answer]]] = {}
+        self.validation_accuracies: dict[int, float] = {}
         self.entropies = self._train(material)
 
     def _train(self, material: Material) -> list[float]:
-        """Minimise the entropy of answers to training inputs; return its mean over tasks at every step."""
+        """Minimise the entropy of answers to training inputs; return its mean over tasks at every step.
+
+        The routers are then those of the step with the best validation accuracy, the first among equals.
+        """
         tasks, generator = self.weights.tasks, random.Random(material.seed)
         routers = nn.ModuleList(expert.router for expert in self.experts)
         optimizer = torch.optim.Adam(routers.parameters(), lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(self.steps, 1))
+        validation = validation_batches(material, self.validation_rows) if self.validation_rows else {}
+        kept = routers.state_dict()
         entropies = []
+
+        def check(step: int) -> None:
+            nonlocal kept
+            accuracy, best = self._accuracy(validation), max(self.validation_accuracies.values(), default=-1.0)
+            self.validation_accuracies[step] = accuracy
+            if accuracy > best:
+                kept = deepcopy(routers.state_dict())
+
         bar = track(range(self.steps), title="Training routers", unit="step", progress=self.progress)
-        for _ in bar:
+        for step in bar:
+            if validation and step % self.check_every == 0:
+                check(step)
             optimizer.zero_grad()
             total = 0.0
             for task in tasks:
@@ -107,8 +136,23 @@ class WEMoE(Method):
             schedule.step()
             entropies.append(total)
             bar.set_postfix(entropy=f"{total:.4f}", refresh=False)
+        if validation and self.steps:
+            check(self.steps)
+            routers.load_state_dict(kept)
         routers.requires_grad_(False)
         return entropies
+
+    @torch.no_grad()
+    def _accuracy(self, batches: Mapping[str, Sequence[Batch]]) -> float:
+        """Return the accuracy on labelled batches under their tasks' heads, averaged over tasks."""
+        accuracies = []
+        for task, parts in batches.items():
+            right: list[bool] = []
+            for part in parts:
+                found = self._answer(part.inputs, [task] * part.rows)
+                right += [is_right(of[task], truth) for (_, of), truth in zip(found, part.answers or [], strict=True)]
+            accuracies.append(fmean(right))
+        return fmean(accuracies)
 
     @torch.no_grad()
     def predict(
@@ -169,7 +213,11 @@ class WEMoE(Method):
     def state(self) -> dict[str, Any]:
         if not self.entropies:
             return {}
-        return {"first_entropy": self.entropies[0], "last_entropy": self.entropies[-1]}
+        found: dict[str, Any] = {"first_entropy": self.entropies[0], "last_entropy": self.entropies[-1]}
+        if self.validation_accuracies:
+            step = max(self.validation_accuracies, key=self.validation_accuracies.__getitem__)
+            found |= {"kept_step": step, "validation_accuracy": self.validation_accuracies[step]}
+        return found
 
 
 class MixedMLP:

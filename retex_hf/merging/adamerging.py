@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .expert_weights import ExpertWeights
 
+# Steps between two looks at held-out rows.
+CHECK_EVERY = 25
 Inputs = Mapping[str, Any]
 Logits = Callable[[nn.Module, Inputs, str], Tensor]
 """`logits(model, inputs, task)` returns scores (rows, choices) under a task's head, as `Readout.logits` does."""
@@ -44,6 +46,8 @@ def learn_coefficients(
     trimmed_density: float | None = None,
     progress: bool = True,
     seed: int = 0,
+    check: Callable[[Mapping[str, Tensor]], float] | None = None,
+    check_every: int = CHECK_EVERY,
 ) -> Tensor:
     """Return coefficients (tasks, tensors of the body) of least entropy, in the order of `weights.tasks` and
     `weights.base`.
@@ -63,6 +67,9 @@ def learn_coefficients(
         trimmed_density: Share of largest entries to which each whole task vector is trimmed first (AdaMerging++).
         progress: Show a progress bar.
         seed: Seed of the draws.
+        check: Function that rates a merged body. The coefficients that it rates best are returned, the initial ones
+            included and the first among equals; default: those of the last step.
+        check_every: Steps between two checks; the last step is checked too.
     """
     vectors = weights.vectors if trimmed_density is None else trimmed(weights.vectors, trimmed_density)
     learned = {name for name, _ in weights.model.named_parameters(remove_duplicate=False)}
@@ -75,9 +82,12 @@ def learn_coefficients(
     modules = {task: weights.module(body, task) for task in weights.tasks}
     draws = {task: _draws(batches[task], rows_per_task, random.Random(f"{seed} {task}")) for task in weights.tasks}
     optimiser = torch.optim.Adam([coefficients], lr=learning_rate)
+    best, kept = -inf, coefficients.clone()
     bar = track(range(steps), title="Learning coefficients", unit="step", progress=progress)
-    for _ in bar:
+    for step in bar:
         write_body(body, weights.base, vectors, coefficients)
+        if check is not None and step % check_every == 0 and (rated := check(body)) > best:
+            best, kept = rated, coefficients.clone()
         total = 0.0
         for task, module in modules.items():
             found = _backward(module, logits, next(draws[task]), task)
@@ -88,7 +98,10 @@ def learn_coefficients(
         optimiser.step()
         coefficients.clamp_(0, 1)
         bar.set_postfix(entropy=f"{total / len(modules):.4f}", refresh=False)
-    return coefficients
+    if check is None:
+        return coefficients
+    write_body(body, weights.base, vectors, coefficients)
+    return coefficients if check(body) > best else kept
 
 
 @torch.no_grad()
@@ -180,7 +193,11 @@ def learn_from_entropy(
     rows_per_task: int = 32,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the coefficients of `learn_coefficients` as `{task: {tensor: number}}`."""
+    """Return the coefficients of `learn_coefficients` as `{task: {tensor: number}}`.
+
+    With held-out rows they are those of the step, or of the start, at which the merged model answers most of these
+    correctly under its tasks' own heads; else those of the last step.
+    """
     for name, number, least in (("steps", steps, 0), ("rows_per_task", rows_per_task, 1), ("seed", seed, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ConfigError(f"RetexConfig.merge: {name} must be an integer from {least}, not {number!r}.")
@@ -199,6 +216,7 @@ def learn_from_entropy(
         trimmed_density=density if trim else None,
         progress=calibration.progress,
         seed=seed,
+        check=None if calibration.held_out is None else calibration.held_out_accuracy,
     )
     return {
         "coefficients": {

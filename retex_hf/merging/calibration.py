@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -54,12 +55,15 @@ class Calibration:
         readout: How answers are read from outputs.
         batches: Batches of each task.
         progress: Show progress bars.
+        held_out: Labelled batches of each task that nothing is learned from, by which a merge that is trained keeps its
+            best step.
     """
 
     weights: ExpertWeights
     readout: Readout
     batches: Mapping[str, list[Batch]]
     progress: bool = True
+    held_out: Mapping[str, list[Batch]] | None = None
 
     def inputs(self) -> dict[str, list[dict[str, Any]]]:
         """Return the inputs of each task's batches, without answers."""
@@ -68,9 +72,18 @@ class Calibration:
     @torch.no_grad()
     def accuracy(self, body: Mapping[str, Tensor], task: str) -> float:
         """Return the share of a task's rows that a body answers correctly under the task's own head."""
+        return self._accuracy(body, task, self.batches[task])
+
+    @torch.no_grad()
+    def held_out_accuracy(self, body: Mapping[str, Tensor]) -> float:
+        """Return the accuracy of a body on held-out rows under their tasks' own heads, averaged over tasks."""
+        assert self.held_out is not None  # callers check
+        return fmean(self._accuracy(body, task, batches) for task, batches in self.held_out.items())
+
+    def _accuracy(self, body: Mapping[str, Tensor], task: str, batches: list[Batch]) -> float:
         module = self.weights.module(body, task)
         right, rows = 0, 0
-        for batch in self.batches[task]:
+        for batch in batches:
             truths = _answers(task, batch)
             found = self.readout.answers(self.readout.call(module, batch.inputs), [task] * batch.rows)
             right += sum(answer == truth for answer, truth in zip(found, truths, strict=True))

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from ..utils.progress import track
 from .options import check_number, per_task
 from .registry import AUTO, Merger, TaskTensors, register_merge
+from .scales import SCALES, best_scale
 
 if TYPE_CHECKING:
     from .calibration import Calibration
 
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6)
-SCALES = tuple(step / 10 for step in range(1, 11))
 AGREEING_TASKS = 2
 
 
@@ -65,18 +64,7 @@ def choose_by_accuracy(
         if scale == AUTO:
             limits = _per_task(thresholds, tasks)
             agreed = {name: consensus_vector(vectors, limits) for name, vectors in weights.vectors.items()}
-            best = {task: accuracy(weights.expert_body(task), task) for task in tasks}
-            hopeless = [task for task in tasks if best[task] == 0]
-            if hopeless:
-                raise InputError(
-                    f"Task {hopeless[0]!r}: its expert answers no calibration row correctly; check the labels."
-                )
-
-            def normalised(scale: float) -> float:
-                body = {name: base + scale * agreed[name] for name, base in weights.base.items()}
-                return sum(accuracy(body, task) / best[task] for task in tasks)
-
-            scale = max(SCALES, key=normalised)
+            scale = best_scale(calibration, agreed, SCALES, accuracy)
     return {"thresholds": thresholds, "scale": scale}
 
 

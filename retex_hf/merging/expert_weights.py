@@ -64,3 +64,24 @@ class ExpertWeights:
     def numbers(self) -> int:
         """Return how many numbers one expert's body holds."""
         return sum(base.numel() for base in self.base.values())
+
+
+@dataclass(frozen=True)
+class WeightTensors:
+    """Experts in memory, in the form that merge methods read (`retex_hf.merging.TaskTensors`)."""
+
+    weights: ExpertWeights
+
+    @property
+    def tasks(self) -> list[str]:
+        return self.weights.tasks
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.weights.base)
+
+    def read_base(self, name: str) -> Tensor:
+        return self.weights.base[name]
+
+    def read_expert(self, task: str, name: str) -> Tensor:
+        return self.weights.base[name] + self.weights.vectors[name][self.tasks.index(task)]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .expert_weights import WeightTensors
 from .options import Weights, check_density, check_number, shares, summands
 from .registry import Merger, TaskTensors, register_merge
+from .scales import MEAN_SCALES, SCALES, scale_of
 from .threshold import chunk_size, magnitude_thresholds, trimming_bounds, vector_thresholds
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
 
 
 @register_merge("average", prepare=True)
@@ -25,27 +32,42 @@ def average(tensors: TaskTensors, *, weights: Weights = None) -> Merger:
     return merge
 
 
-@register_merge("task_arithmetic", prepare=True)
-def task_arithmetic(tensors: TaskTensors, *, scale: float | None = None, weights: Weights = None) -> Merger:
+def choose_sum_scale(calibration: Calibration, *, weights: Weights = None) -> dict[str, Any]:
+    """Choose the scale of task arithmetic by accuracy on labelled batches; the smallest among equals."""
+    merger = task_arithmetic(WeightTensors(calibration.weights), scale=1, weights=weights)
+    return {"scale": scale_of(calibration, merger, SCALES)}
+
+
+@register_merge("task_arithmetic", prepare=True, calibrate=choose_sum_scale)
+def task_arithmetic(tensors: TaskTensors, *, scale: float | str | None = None, weights: Weights = None) -> Merger:
     """Add to the base `scale` times the sum of the task vectors `W_t - W_0`, each times its weight.
 
-    `scale` defaults to 0.3, or to 1 where `weights` are given.
+    `scale` defaults to 0.3, or to 1 where `weights` are given; `"auto"` chooses it by accuracy on labelled
+    `calibration` batches.
     """
-    factors, scale = summands(weights, scale, tensors.tasks)
+    factors, factor = summands(weights, scale, tensors.tasks)
 
     def merge(_: str, base: Tensor, experts: list[Tensor]) -> Tensor:
         base = base.float()
-        return base + scale * weighted_sum([expert.float() - base for expert in experts], factors)
+        return base + factor * weighted_sum([expert.float() - base for expert in experts], factors)
 
     return merge
 
 
-@register_merge("ties", prepare=True)
+def choose_ties_scale(
+    calibration: Calibration, *, density: float = 0.2, trim: str = "vector", weights: Weights = None
+) -> dict[str, Any]:
+    """Choose the scale of TIES by accuracy on labelled batches; the smallest among equals."""
+    merger = ties(WeightTensors(calibration.weights), density=density, trim=trim, weights=weights)
+    return {"scale": scale_of(calibration, merger, MEAN_SCALES)}
+
+
+@register_merge("ties", prepare=True, calibrate=choose_ties_scale)
 def ties(
     tensors: TaskTensors,
     *,
     density: float = 0.2,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
     trim: str = "vector",
     weights: Weights = None,
 ) -> Merger:
@@ -53,9 +75,10 @@ def ties(
     (TIES).
 
     `trim="vector"` keeps the top `density` of a whole task vector (the TIES paper), `"tensor"` of each tensor. With
-    `weights`, entries vote and are averaged by the weight of their task.
+    `weights`, entries vote and are averaged by the weight of their task. `scale="auto"` chooses it by accuracy on
+    labelled `calibration` batches.
     """
-    check_number("scale", scale)
+    factor = check_number("scale", scale)
     check_density(density)
     factors = shares(weights, tensors.tasks)
     if trim not in ("vector", "tensor"):
@@ -67,7 +90,7 @@ def ties(
         limits = thresholds or magnitude_thresholds(
             lambda wanted: ((number, experts[number], base) for number in wanted), len(experts), base.numel(), density
         )
-        return _merge_trimmed(base, experts, limits, factors, scale)
+        return _merge_trimmed(base, experts, limits, factors, factor)
 
     return merge
 

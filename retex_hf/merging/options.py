@@ -56,15 +56,15 @@ def per_task(option: str, values: Any, tasks: Sequence[str]) -> list[float]:
     return [float(values[task]) for task in tasks]
 
 
-def summands(weights: Weights, scale: float | None, tasks: Sequence[str]) -> tuple[list[float], float]:
+def summands(weights: Weights, scale: float | str | None, tasks: Sequence[str]) -> tuple[list[float], float]:
     """Return the weights of task vectors in a sum, and the factor of the sum.
 
     Weights already state how much of each vector is wanted, so with weights the factor defaults to 1.
     """
     if scale is None:
         scale = SCALE if weights is None else 1.0
-    check_number("scale", scale)
-    return [1.0] * len(tasks) if weights is None else per_task("weights", weights, tasks), scale
+    factor = check_number("scale", scale)
+    return [1.0] * len(tasks) if weights is None else per_task("weights", weights, tasks), factor
 
 
 def shares(weights: Weights, tasks: Sequence[str]) -> list[float]:

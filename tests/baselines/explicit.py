@@ -66,12 +66,16 @@ def assert_all_modes(
     shares: np.ndarray,
     heads: Sequence[str],
     by_hand: Callable[[dict[str, Tensor], np.ndarray, str], Tensor],
+    known: np.ndarray | None = None,
 ) -> None:
-    """A method that mixes by `shares` (rows, T) answers, in each mode, as the mixture made by hand for every row."""
+    """A method that mixes by `shares` (rows, T) answers, in each mode, as the mixture made by hand for every row.
+
+    `known` are its shares where the task is known, if these differ.
+    """
     one_hot = np.eye(len(TASKS))[[TASKS.index(task) for task in tasks]]
     for prediction, coefficients, under in (
         (method.predict(inputs), shares, heads),
-        (method.predict(inputs, tasks), shares, tasks),
+        (method.predict(inputs, tasks), shares if known is None else known, tasks),
         (method.predict(inputs, tasks, oracle=True), one_hot, tasks),
     ):
         assert prediction.tasks == under

@@ -13,12 +13,13 @@ from retex_hf.baselines.dawin import DaWin, cluster_means
 from retex_hf.errors import ConfigError
 
 
-def shares_by_hand(material, row) -> np.ndarray:
-    """softmax(-H), every expert under its own head."""
+def shares_by_hand(material, row, head=None) -> np.ndarray:
+    """softmax(-H), every expert under its own head, or all under the head of one task."""
+    _, bodies = body_tensors(material)
     entropies = []
-    for expert in material.experts.values():
-        with torch.no_grad():
-            logits = expert(**row).logits[0].double().numpy()
+    for number, task in enumerate(TASKS):
+        body = {name: tensors[number] for name, tensors in bodies.items()}
+        logits = logits_of(material, head or task, body, row)[0].double().numpy()
         probabilities = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         entropies.append(-(probabilities * np.log(probabilities)).sum())
     weights = np.exp(-np.array(entropies))
@@ -31,8 +32,12 @@ def test_bodies_are_those_of_the_equation(kind):
     method = DaWin(scale=0.2)
     method.fit(material)
     inputs, tasks = mixed_batch(material)
-    shares = [shares_by_hand(material, row) for row in rows(inputs)]
-    np.testing.assert_allclose(method.route(inputs), shares, rtol=1e-3, atol=1e-4)
+    unknown = [shares_by_hand(material, row) for row in rows(inputs)]
+    known = [shares_by_hand(material, row, task) for row, task in zip(rows(inputs), tasks, strict=True)]
+    assert np.abs(np.array(known) - unknown).max() > 0.05
+    found = method.route(inputs)
+    np.testing.assert_allclose(method.shares(found, None), unknown, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(method.shares(found, tasks), known, rtol=1e-3, atol=1e-4)
     base, experts = body_tensors(material)
 
     def by_hand(row, coefficients, head):
@@ -42,8 +47,19 @@ def test_bodies_are_those_of_the_equation(kind):
         }
         return logits_of(material, head, body, row)
 
-    heads = [TASKS[int(np.argmax(of))] for of in shares]
-    assert_all_modes(method, inputs, tasks, shares, heads, by_hand)
+    heads = [TASKS[int(np.argmax(of))] for of in unknown]
+    assert_all_modes(method, inputs, tasks, unknown, heads, by_hand, known)
+
+
+def test_a_method_that_remembers_keeps_the_entropies_of_all_heads():
+    material = make_material("vit")
+    method, forgetful = DaWin(remember=True), DaWin()
+    method.fit(material)
+    forgetful.fit(material)
+    inputs, tasks = mixed_batch(material)
+    assert method.predict(inputs) == forgetful.predict(inputs)
+    method.route = lambda _: pytest.fail("ran again")
+    assert method.predict(inputs, tasks) == forgetful.predict(inputs, tasks)
 
 
 @pytest.mark.parametrize("kind", ["clip", "t5", "gpt2"])
@@ -81,7 +97,7 @@ def test_a_batch_in_clusters_has_so_many_bodies():
     method = DaWin(clusters=2)
     method.fit(material)
     inputs, tasks = mixed_batch(material)
-    coefficients = method.coefficients(method.route(inputs))
+    coefficients = method.coefficients(method.shares(method.route(inputs), None))
     assert len(coefficients.unique(dim=0)) == 2
     assert len(method.predict(inputs, tasks).answers) == 9
     with pytest.raises(ConfigError, match="clusters must be at least 1"):

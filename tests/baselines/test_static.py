@@ -196,7 +196,8 @@ def test_a_merged_generator_needs_no_head(kind):
 def test_adamerging_sees_training_inputs_and_is_learned_once():
     material = make_material("bert")
     merge = {"method": "adamerging", "steps": 2, "rows_per_task": 8, "learning_rate": 0.05}
-    method = fitted(Merged(merge, calibration_rows=16), material)
+    unvalidated = replace(material, validation={}, shared={})
+    method = fitted(Merged(merge, calibration_rows=16), unvalidated)
     batches = {task: [material.collate(material.sample(task, 16))] for task in TASKS}
     weights = expert_weights(material)
     options = {"steps": 2, "rows_per_task": 8, "learning_rate": 0.05, "progress": False}
@@ -204,9 +205,46 @@ def test_adamerging_sees_training_inputs_and_is_learned_once():
     for column, (name, base) in enumerate(weights.base.items()):
         body = base + torch.tensordot(expected[:, column], weights.vectors[name], 1)
         torch.testing.assert_close(method.body("red")[name], body, rtol=1e-4, atol=1e-5)
-    assert learned_merge(material, merge, 16) is method.found
+    assert learned_merge(unvalidated, merge, 16) is method.found
     means = method.state()["merge"]["coefficients"]
     assert means == pytest.approx(dict(zip(TASKS, expected.mean(1).tolist(), strict=True)))
+
+
+def test_adamerging_keeps_its_start_where_training_only_harms():
+    """The answers are those of the start, so that no step can beat it."""
+    material = make_material("bert")
+    start = fitted(Merged({"method": "task_arithmetic", "scale": 0.3}), material)
+    validation = {}
+    for task, data in material.validation.items():
+        answers = start.predict(material.collate(data.inputs), [task] * len(data)).answers
+        validation[task] = TaskData(task, data.inputs, answers)
+    merge = {"method": "adamerging", "steps": 3, "rows_per_task": 8, "learning_rate": 0.2}
+    method = fitted(Merged(merge, calibration_rows=16), replace(material, validation=validation, shared={}))
+    for name, tensor in start.body("red").items():
+        torch.testing.assert_close(method.body("red")[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+def test_scales_are_chosen_on_validation_data(method):
+    material = make_material("bert")
+    found = learned_merge(material, {"method": method, "scale": "auto"}, 16)
+    tuned = fitted(Merged({"method": method, "scale": "auto"}, calibration_rows=16), material)
+    assert tuned.found is found and tuned.state()["merge"]["scale"] == found["scale"]
+    fixed = fitted(Merged({"method": method, "scale": found["scale"]}), material)
+    assert all(torch.equal(tensor, fixed.body("red")[name]) for name, tensor in tuned.body("red").items())
+
+
+def test_scales_without_validation_data_are_refused():
+    material = replace(make_material("bert"), validation={})
+    with pytest.raises(ConfigError, match="'ties' chooses by accuracy on validation data, but there are none"):
+        learned_merge(material, {"method": "ties", "scale": "auto"}, 16)
+
+
+def test_a_method_in_a_mapping_is_the_method_by_its_name():
+    material = make_material("bert")
+    bare, mapped = (fitted(Merged(m, head="identifier"), material) for m in ("average", {"method": "average"}))
+    assert mapped.storage_bytes() == bare.storage_bytes()
+    assert mapped.name == bare.name == "average (identified head)"
 
 
 def test_consensus_is_chosen_on_validation_data():

@@ -14,6 +14,7 @@ from materials import make_material, mixed_batch
 
 from retex_hf.baselines import wemoe
 from retex_hf.baselines.heads import most_confident
+from retex_hf.baselines.merges import validation_batches
 from retex_hf.baselines.weights import expert_weights
 from retex_hf.baselines.wemoe import WEMoE, mixed_linear, mlp_router
 from retex_hf.data.readout import Classifier
@@ -185,7 +186,7 @@ def test_a_mixed_batch_is_one_row_at_a_time(kind):
 def test_training_lowers_the_entropy_and_moves_routers_only(kind):
     material = make_material(kind)
     kept = {name: tensor.clone() for name, tensor in expert_weights(material).base.items()}
-    method = WEMoE(steps=12, rows_per_task=8, learning_rate=1e-2, progress=False)
+    method = WEMoE(steps=12, rows_per_task=8, learning_rate=1e-2, validation_rows=0, progress=False)
     method.fit(material)
     assert method.state()["last_entropy"] < 0.97 * method.state()["first_entropy"]
     assert all(torch.equal(kept[name], tensor) for name, tensor in method.weights.base.items())
@@ -206,9 +207,44 @@ def test_two_fits_are_alike():
 def test_training_sees_no_labels():
     material = make_material("bert")
     unlabelled = {task: dataclasses.replace(data, answers=None) for task, data in material.train.items()}
-    method = WEMoE(steps=1, rows_per_task=2, progress=False)
+    method = WEMoE(steps=1, rows_per_task=2, validation_rows=0, progress=False)
     method.fit(dataclasses.replace(material, train=unlabelled, validation={}))
     assert len(method.entropies) == 1
+
+
+def test_the_routers_kept_are_those_with_the_best_validation_accuracy(monkeypatch):
+    material = make_material("bert")
+    states = []
+    accuracies = iter([0.25, 0.75, 0.5, 0.75])
+
+    def rated(self, batches):
+        assert {task: sum(part.rows for part in parts) for task, parts in batches.items()} == dict.fromkeys(TASKS, 6)
+        states.append([p.detach().clone() for expert in self.experts for p in expert.router.parameters()])
+        return next(accuracies)
+
+    monkeypatch.setattr(WEMoE, "_accuracy", rated)
+    method = WEMoE(steps=5, rows_per_task=2, learning_rate=1e-2, validation_rows=6, check_every=2, progress=False)
+    method.fit(material)
+    assert method.validation_accuracies == {0: 0.25, 2: 0.75, 4: 0.5, 5: 0.75}
+    assert method.state()["kept_step"] == 2 and method.state()["validation_accuracy"] == 0.75
+    kept = [p for expert in method.experts for p in expert.router.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, states[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(kept, states[3], strict=True))
+
+
+def test_validation_accuracy_is_that_of_predictions_under_the_true_heads():
+    material = make_material("bert")
+    method = WEMoE(steps=1, rows_per_task=2, validation_rows=8, progress=False)
+    method.fit(material)
+    batches = validation_batches(material, 8)
+    expected = []
+    for task in TASKS:
+        (part,) = batches[task]
+        answers = method.predict(part.inputs, [task] * part.rows).answers
+        expected.append(np.mean([answer == truth for answer, truth in zip(answers, part.answers, strict=True)]))
+    assert method._accuracy(batches) == pytest.approx(np.mean(expected))
+    with pytest.raises(ConfigError, match="check_every must be at least 1, not 0"):
+        WEMoE(check_every=0)
 
 
 def test_storage_is_one_body_the_vectors_of_mlps_and_the_routers():

@@ -87,6 +87,7 @@ def test_growing_clip_recipes_begin_alike():
         ({**NAMED, "config": {"ranks": 3}}, "config has no key 'ranks'"),
         ({**NAMED, "config": {"rank": -1}}, "RetexConfig.rank must be"),
         ({**NAMED, "methods": [{"a": {}, "b": {}}]}, "methods must be a list of names"),
+        ({**NAMED, "settings": {"WEMoE": 3}}, "settings must be a mapping of names to options"),
         ("text", "must hold keys and values"),
     ],
 )
@@ -106,6 +107,36 @@ def test_methods_of_a_recipe_become_specs():
         MethodSpec.parse({"magic": {}}, config)
     with pytest.raises(ConfigError, match=r"Method 'merged': .*'strength'"):
         MethodSpec.parse({"merged": {"strength": 1}}, config)
+
+
+def test_methods_of_the_main_table_run_as_their_authors_run_them_unless_a_recipe_says_otherwise():
+    from main_table import methods, trimmed
+
+    def options(recipe: Recipe) -> dict[str, dict]:
+        return {spec.label: spec.options for spec in (MethodSpec.parse(entry, {}) for entry in methods(recipe))}
+
+    plain = options(parse_recipe({"suite": "text"}))
+    assert plain["AdaMerging"] == {"merge": {"method": "adamerging"}} and plain["WEMoE"] == {"remember": True}
+    assert plain["TIES"]["merge"] == plain["ReTeX on TIES"]["merge"] == {"method": "ties", "scale": "auto"}
+    for name in ("average", "task arithmetic", "TIES", "consensus", "AdaMerging"):
+        assert plain[f"{name}, identified head"] == {**plain[name], "head": "identifier"}
+    recipe = parse_recipe({"suite": "text", "settings": {"AdaMerging": {"steps": 7}, "WEMoE": {"steps": 9}}})
+    fewer = options(recipe)
+    quick = {"method": "adamerging", "steps": 7}
+    assert fewer["AdaMerging"]["merge"] == fewer["ReTeX on AdaMerging"]["merge"] == quick
+    assert fewer["AdaMerging++"]["merge"] == trimmed(recipe) == {**quick, "trim": True}
+    assert fewer["WEMoE"] == {"remember": True, "steps": 9}
+    changed = {label for label in plain if plain[label] != fewer[label]}
+    assert changed == {
+        "AdaMerging", "AdaMerging++", "AdaMerging, identified head", "ReTeX on AdaMerging", "WEMoE"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="settings of 'WeMoE', which is none of"):
+        methods(parse_recipe({"suite": "text", "settings": {"WeMoE": {}}}))
+
+
+def test_rows_to_calibrate_retex_on_are_an_option():
+    spec = MethodSpec.parse({"ReTeX": {"merge": "consensus", "calibration_rows": 7}}, {"rank": 4})
+    assert spec.make().calibration_rows == 7 and spec.make().config.merge == "consensus"
 
 
 # Cells
@@ -314,6 +345,7 @@ def test_main_table_is_written_and_resumed(tmp_path, dataset_cache, monkeypatch,
     run_script(monkeypatch, "main_table", *arguments)
     assert (tmp_path / "work/main_table.json").read_text(encoding="utf-8") == first
     assert {cell: cell.stat().st_mtime_ns for cell in (tmp_path / "work/cells").iterdir()} == cells
+    assert json.loads(first)["command"] == " ".join(["python examples/benchmarks/main_table.py", *arguments])
     results = json.loads(first)["sizes"]["3"]["methods"]
     known = {name: results[name]["modes"]["known"]["accuracy"]["mean"]["value"] for name in results}
     assert known["ReTeX"] == known["individual"]  # exact recovery

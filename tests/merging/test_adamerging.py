@@ -115,6 +115,23 @@ def test_the_seed_decides(weights, batches):
     assert not torch.equal(learn(0), learn(1))
 
 
+def test_the_coefficients_kept_are_those_that_a_check_rates_best(weights, batches):
+    options = {"learning_rate": 0.02, "rows_per_task": 3, "progress": False}
+    after = {n: learn_coefficients(weights, LOGITS, batches, steps=n, **options) for n in (0, 2, 4, 5)}
+    for ratings, kept in (([1, 3, 2, 3], 2), ([1, 2, 3, 4], 5), ([2, 1, 1, 2], 0)):
+        bodies = []
+
+        def rate(body, ratings=ratings, bodies=bodies):
+            bodies.append({name: tensor.detach().clone() for name, tensor in body.items()})
+            return float(ratings[len(bodies) - 1])
+
+        found = learn_coefficients(weights, LOGITS, batches, steps=5, check=rate, check_every=2, **options)
+        assert torch.equal(found, after[kept])
+        for body, coefficients in zip(bodies, after.values(), strict=True):
+            for name, tensor in merged_body(weights, coefficients).items():
+                torch.testing.assert_close(body[name], tensor, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_are_left_alone(weights, batches):
     tensors = [*weights.base.values(), *weights.vectors.values()]
     before = [tensor.clone() for tensor in tensors]

@@ -13,9 +13,11 @@ from torch import Tensor
 from retex_hf import ConfigError, InputError
 from retex_hf.build.plan import load_expert_weights
 from retex_hf.data.readout import Classifier
-from retex_hf.merging import learn_options
+from retex_hf.merging import get_merger, learn_options
 from retex_hf.merging.calibration import Batch, Calibration
-from retex_hf.merging.consensus import SCALES, THRESHOLDS, consensus_vector, tall_mask
+from retex_hf.merging.consensus import THRESHOLDS, consensus_vector, tall_mask
+from retex_hf.merging.expert_weights import WeightTensors
+from retex_hf.merging.scales import SCALES
 
 
 def plain_consensus(base: np.ndarray, experts: list[np.ndarray], limits: list[float], scale: float) -> np.ndarray:
@@ -127,6 +129,24 @@ def test_options_are_the_best_of_the_grid(calibration):
         scores.append(sum(plain_accuracy(calibration, body, task) for task in TASKS))
     assert len(set(scores)) > 1
     assert found["scale"] == SCALES[scores.index(max(scores))]
+
+
+@pytest.mark.parametrize(
+    ("method", "grid"),
+    [("task_arithmetic", [n / 10 for n in range(1, 11)]), ("ties", [n / 10 for n in range(1, 26)])],
+)
+def test_scales_are_the_best_of_the_grid(calibration, method, grid):
+    weights = calibration.weights
+    grid = sorted([*grid, 1 / 3])
+    found = learn_options(method, {"scale": "auto"}, calibration)
+    scores = []
+    for scale in grid:
+        merger = get_merger(method, {"scale": scale}, WeightTensors(weights))
+        body = {n: merger(n, base, [base + v for v in weights.vectors[n]]) for n, base in weights.base.items()}
+        scores.append(sum(plain_accuracy(calibration, body, task) for task in TASKS))
+    assert len(set(scores)) > 1
+    # At another order of additions an answer may flip: the scale found is as good as the best to one row.
+    assert scores[grid.index(found["scale"])] >= max(scores) - 1 / 40
 
 
 def test_what_is_given_is_not_chosen(calibration):

@@ -31,10 +31,11 @@ MERGES = {
     "task_arithmetic": "task_arithmetic",
     "ties": "ties",
     "consensus": "consensus",
+    "tuned ties": {"method": "ties", "scale": "auto"},
     "adamerging": QUICK,
     "adamerging++": {**QUICK, "trim": True},
 }
-LEARNED = ("consensus", "adamerging", "adamerging++")
+LEARNED = ("consensus", "tuned ties", "adamerging", "adamerging++")
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +128,10 @@ def test_saved_and_loaded_it_is_the_same_to_the_bit(bert, name, tmp_path):
 @pytest.mark.parametrize("name", LEARNED)
 def test_the_saved_configuration_says_what_was_merged(bert, name, learning):
     model = make(bert, MERGES[name])
-    assert learning == [name.rstrip("+")]
+    assert learning == [name.removeprefix("tuned ").rstrip("+")]
     merge = json.loads(json.dumps(model.retex_config.merge))
     again = make(bert, merge, calibration=False)
-    assert learning == [name.rstrip("+")]
+    assert learning == [name.removeprefix("tuned ").rstrip("+")]
     assert_same(merged_tensors(again), merged_tensors(model), exact=True)
     assert again.retex_config.merge == merge
 
@@ -246,7 +247,8 @@ def test_a_method_that_finds_nothing_is_named(bert, own_registry):
         ("consensus", False, "'consensus' finds thresholds and scale from data: pass calibration="),
         ({"method": "consensus", "scale": 0.5}, False, "'consensus' finds thresholds from data"),
         ("average", True, "calibration= is for merge methods that learn from data; 'average' does not"),
-        ({"method": "ties"}, True, "calibration= is for merge methods that learn from data; 'ties' does not"),
+        ({"method": "ties"}, True, "calibration= has nothing to find: no option of 'ties' in RetexConfig.merge"),
+        ({"method": "ties", "scale": "auto"}, False, "'ties' finds scale from data: pass calibration="),
         (
             {"method": "consensus", "scale": 0.5, "thresholds": 0.4},
             True,
