@@ -16,7 +16,7 @@ from typing import Any
 from experiment import RETEX, markdown_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITES = ("text8", "vision8", "text_to_text")
+SUITES = ("text8", "vision8", "text_to_text", "causal")
 COLUMNS = ["suite", "added (%)", "accuracy", "worst task", "agreement", "best rival, by agreement", "agreement"]
 COLUMNS += ["rivals behind / level / ahead, by accuracy", "by agreement"]
 
