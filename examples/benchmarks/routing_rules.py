@@ -46,7 +46,7 @@ PAPER, RESIDUAL, UNPERTURBED, BEFORE, DEFAULT = (
     "residual, last layer (the paper's)",
     "residual, layer chosen",
     "whitened, clean references",
-    "whitened, any layer but the first third",
+    "former default: any layer but the first third, growing subspaces",
     "whitened, perturbed references (default)",
 )
 NORMALISED, GAUSSIAN, REGRESSION = "default, rows normalised", "one Gaussian covariance (LDA)", "logistic regression"
