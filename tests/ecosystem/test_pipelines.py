@@ -281,7 +281,7 @@ def test_a_task_that_goes_before_its_answer_is_read(monkeypatch):
 
 @torch.no_grad()
 def test_zero_shot_images():
-    model, experts = build_retex("clip", identification="residual")
+    model, experts = build_retex("clip", identification="residual", signature_rank=1)
     tokenizer, processor = make_tokenizer(), tf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32)
     model.fit_signatures({task: [images(8)] for task in TASKS}, progress=False)
     shown = [Image.fromarray(np.random.default_rng(n).integers(0, 255, (40, 40, 3), np.uint8)) for n in range(6)]

@@ -210,7 +210,8 @@ def test_regression_is_at_its_minimum():
 def test_table_of_features_agrees_with_the_model(study, tmp_path):
     pool, test = identify.stored_features(study, tmp_path, "average", "average", 8)
     block = identify.chosen_block(pool)
-    model = build(study, feature_layer=block, identification="residual")  # the rule of the script
+    # The rule of the script.
+    model = build(study, feature_layer=block, identification="residual", signature_rank=identify.RANK)
     assert block == model.signatures.feature_layer
     rule = identifiers.by_residual(identify.first(pool[block], 8), identify.RANK)
     known = measuring.recovered(model, study)
@@ -405,7 +406,7 @@ def test_classifiers_from_the_command_line(command, monkeypatch):
     call = command("classifier")
     work = call(identify, "--sources", "pretrained", "TIES")
     layers = json.loads((work / "identify_layers.json").read_text())
-    assert list(layers) == ["pretrained", "TIES"]
+    assert list(layers) == ["command", "pretrained", "TIES"]
     rules = json.loads((work / "identify_methods.json").read_text())
     assert rules["rules"][-1]["rule"] == "weights, centred on a pool"
     assert np.trace(rules["confusion"]) / 3 == pytest.approx(rules["rules"][0]["identified"])
@@ -425,7 +426,7 @@ def test_generators_from_the_command_line(command, monkeypatch):
     call = command("generate")
     work = call(flips)
     found = json.loads((work / "flips.json").read_text())
-    assert set(found) == {"a", "b", "c", "rank 2"}
+    assert set(found) == {"command", "a", "b", "c", "rank 2"}
     assert (work / "flips_landscape.png").is_file()
     work = call(ablations, "--only", "seeds")
     points = json.loads((work / "ablation_seeds.json").read_text())["points"]

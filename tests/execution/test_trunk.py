@@ -230,7 +230,7 @@ def test_a_decoder_reads_the_prompt_once(name, make, execution):
     model, experts = decoder(name)
     assert model.retex_config.trunk["replayed"] and model.retex_config.trunk["cached"]
     model.execution = execution
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     inputs = make(ROWS)
     routed = assert_generates(model, experts, inputs)
     groups = len(set(routed.routing.tasks))
