@@ -156,7 +156,7 @@ class RetexConfig:
             outputs may move back towards the merged model, relative to the expert's.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
         signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`, as in the
-            paper. Wider subspaces, which a ratio gives to many references, also hold corrupted inputs of other tasks.
+            paper.
         tasks: Names of the tasks, filled in on build.
         base_model: Source of the base (`id`, `revision`), filled in on build.
         experts: Source of each expert, filled in on build.
