@@ -57,4 +57,5 @@ def test_the_default_rule_identifies_corrupted_rows_best_and_is_nowhere_the_wors
             shares = [found[part] for found in conditions.values()]
             assert conditions[routing_rules.DEFAULT][part] > min(shares)
             assert conditions[routing_rules.DEFAULT][part] >= conditions[routing_rules.BEFORE][part]
-        assert conditions[routing_rules.DEFAULT]["corrupted"] == max(found["corrupted"] for found in conditions.values())
+        best = max(found["corrupted"] for found in conditions.values())
+        assert conditions[routing_rules.DEFAULT]["corrupted"] == best
