@@ -223,14 +223,18 @@ class ComponentGenerator(nn.Module):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def right(self, rows: Tensor | range | None = None) -> Tensor:
-        """Return rows of `S` (k, b), of which none has a scale: columns carry it."""
+        """Return rows of `S` (k, b), of which none has a scale: columns carry it. Of a range, nothing else is read."""
         layout = self.layout
-        parts = []
+        wanted = rows if isinstance(rows, range) else range(layout.rank)
+        parts, first = [torch.zeros(0, layout.columns, device=self.codes.device)], 0
         for start, end, run, length in layout.pieces_of(None):
-            codes = unpack(self.codes[start:end], run.bits, run.count * length).view(run.count, length)
-            parts.append(decode(codes, self.scales.new_ones(run.count), run.bits))
-        found = torch.cat(parts) if parts else torch.zeros(0, layout.columns, device=self.codes.device)
-        return found if rows is None else found[list(rows) if isinstance(rows, range) else rows]
+            own = range(max(wanted.start, first) - first, min(wanted.stop, first + run.count) - first)
+            first += run.count
+            if own:
+                codes = unpack(self.codes[start:end], run.bits, run.count * length).view(run.count, length)
+                parts.append(decode(codes[own.start : own.stop], self.scales.new_ones(len(own)), run.bits))
+        found = torch.cat(parts)
+        return found[rows] if isinstance(rows, Tensor) else found
 
     def left(self, task: int) -> Tensor:
         """Return a task's columns of `G_t` as rows (k, a); or its rounded offset as one row."""
@@ -255,11 +259,13 @@ class ComponentGenerator(nn.Module):
 
     def task_factors(self, task: int) -> tuple[Tensor, Tensor]:
         """Return the factors (a, k) and (k, b) of one task's offset."""
-        return self.left(task).T, self.right(self.rows_used(task))
+        return self.left(task).T, self.right(
+            self.layout.used_rows(task) if self.index is None else self.rows_used(task)
+        )
 
     def factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors (batch, a, k) and (batch, k, b) of a mixture's offset."""
-        left, right = self._mixed(embedding)
+        left, right = self.mixed_factors(embedding)
         batch = self.layout.batch
         return left.view(batch, self.layout.matrix_rows, left.shape[1]), right.expand(batch, *right.shape)
 
@@ -282,7 +288,9 @@ class ComponentGenerator(nn.Module):
             found.append(whole.T)
         return found, self.right(rows)
 
-    def _mixed(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+    def mixed_factors(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors (a, k) and (k, b) of a mixture's offset; of a stack, matrices are on top of one
+        another."""
         found = [(embedding[task], *self.task_factors(task)) for task in embedding.nonzero().flatten().tolist()]
         if not found:
             return self.codes.new_zeros(self.layout.rows, 0).float(), self.codes.new_zeros(
@@ -294,7 +302,7 @@ class ComponentGenerator(nn.Module):
         """Return the offset of a mixture of tasks, in the parameter's own shape."""
         layout = self.layout
         if layout.kind == COMPONENTS:
-            left, right = self._mixed(embedding)
+            left, right = self.mixed_factors(embedding)
             return (left @ right).view(layout.shape)
         total = torch.zeros(layout.length, device=self.codes.device)
         for task in embedding.nonzero().flatten().tolist():
@@ -307,7 +315,7 @@ class ComponentGenerator(nn.Module):
         layout = self.layout
         if layout.kind != COMPONENTS:
             return torch.add(base, self(embedding).to(base.device, base.dtype), out=out)
-        left, right = (factor.to(base.device, base.dtype) for factor in self._mixed(embedding))
+        left, right = (factor.to(base.device, base.dtype) for factor in self.mixed_factors(embedding))
         matrix = base.reshape(layout.rows, layout.columns)
         out = None if out is None else out.view(layout.rows, layout.columns)
         return torch.addmm(matrix, left, right, out=out).view(layout.shape)

@@ -12,6 +12,7 @@ from families import FAMILIES, tokens
 from helpers import MIXED, TASKS, assert_same, build_from, make_experts, perturb
 from peft import PeftModel
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel
 from retex_hf.config import storage_bytes
@@ -77,6 +78,58 @@ def test_one_pass_gives_what_groups_give(name):
         model.execution = execution
         mixtures.append(model(**inputs, task=weights))
     assert_same(mixtures[1], mixtures[0], rtol=1e-3, atol=1e-4)
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts those of matrix products, also of products in place (torch's own counter passes these over)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm"):
+            self.count += result.numel() * args[-1].shape[-2]
+        return result
+
+
+def multiplications(model: nn.Module, inputs: dict, **options) -> int:
+    model(**inputs, **options)  # a model is probed once, which does not count
+    with Multiplications() as counted:
+        model(**inputs, **options)
+    return counted.count
+
+
+@torch.no_grad()
+def test_in_one_pass_a_row_meets_the_directions_of_its_own_task_alone():
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(96, 128))
+    names, experts = [f"task {number}" for number in range(6)], {}
+    for name in names:
+        experts[name] = copy.deepcopy(base)
+        experts[name][0].weight += 0.1 * torch.randn(128, 4) @ torch.randn(4, 96)
+    model, _ = build_from(base, experts, storage=0.02)
+    layout = model.recovery["0.weight"].layout
+    assert layout.is_factored and layout.owned
+    model.execution = "mixed"
+    inputs = {"input": torch.randn(6, 96)}
+    merged = multiplications(model.get_base_model(), inputs)
+    alone = [multiplications(model, inputs, task=[name] * 6) - merged for name in names]
+    # With the directions of all tasks it would be the sum. A tenth is for the embeddings of six tasks instead of one.
+    assert 0 < multiplications(model, inputs, task=names) - merged < 1.1 * max(alone) < 0.5 * sum(alone)
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "resnet"])
+def test_a_range_of_directions_is_read_alone(name):
+    model, _ = build(name, 0.1)
+    generators = [model.recovery[parameter] for parameter in model.recovery]
+    for generator in (one for one in generators if one.layout.is_factored):
+        whole = generator.right()
+        assert len(whole) == generator.layout.rank
+        for first in range(len(whole) + 1):
+            for last in range(first, len(whole) + 1):
+                assert torch.equal(generator.right(range(first, last)), whole[first:last])
 
 
 @pytest.mark.parametrize("name", ["bert-classifier", "t5", "resnet"])

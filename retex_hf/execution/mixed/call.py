@@ -159,13 +159,16 @@ class MixedCall:
         """Return each segment's slice along an axis with `per_row` entries per row."""
         return [slice(segment.start * per_row, segment.stop * per_row) for segment in self.segments]
 
-    def slots(self, per_row: int, device: torch.device) -> Tensor:
-        """Return the position of each entry once all segments are padded to the longest."""
-        key = ("slots", per_row, device)
+    def padding(self, per_row: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the position of each entry once all segments are padded to the longest, and the entry at each
+        position: where there is none, the first one of all, whose result nobody reads."""
+        key = ("padding", per_row, device)
         if key not in self.cache:
             sizes = self.sizes(per_row)
-            places = [torch.arange(size) + number * max(sizes) for number, size in enumerate(sizes)]
-            self.cache[key] = torch.cat(places).to(device)
+            slots = torch.cat([torch.arange(size) + number * max(sizes) for number, size in enumerate(sizes)])
+            entries = torch.zeros(len(sizes) * max(sizes), dtype=torch.long)
+            entries[slots] = torch.arange(len(slots))
+            self.cache[key] = slots.to(device), entries.to(device)
         return self.cache[key]
 
     def index(self, size: int, device: torch.device) -> Tensor:

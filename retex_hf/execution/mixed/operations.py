@@ -1,7 +1,7 @@
 """Row-by-row forms of the operations with which models apply their parameters.
 
 Matrices are not recovered: the merged one is applied to the whole batch at once, and `G_t (S x)` is added to each
-task's rows, with `S x` computed once for all rows.
+task's rows, with `S x` computed once for all rows where tasks share `S`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,10 @@ def add_offset(call: MixedCall, out: Tensor, x: Tensor, source: Recovered, trans
 
     `out` and `x` have the rows along their leading axis and features along the last.
     """
-    own, common = source.acting_factors(call, transposed, x.device)
-    # The product is x @ A_t @ B or x @ A @ B_t: find out whether the task's own factor meets the input first.
-    own_first = transposed != source.shared_first
+    factors = source.acting_factors(call, transposed, x.device)
     result = out.reshape(-1, out.shape[-1]).float()
-    x = x.reshape(-1, x.shape[-1]).float()
     with full_precision(x.device):
-        if common is not None and own_first:
-            result.addmm_(own.applied(call, x), common)
-        else:
-            own.add(call, result, x if common is None else x @ common)
+        factors.add(call, result, x.reshape(-1, x.shape[-1]).float())
     return result.view(out.shape).to(out.dtype)
 
 
@@ -128,10 +122,13 @@ def embedding(call: MixedCall, func: Callable, ids: Tensor, weight: Tensor, *arg
     if source is None:
         return _segmentwise(call, lambda rows, table: func(rows, table, *args, **kwargs), ids, per_row, weight)
     out = scaled(call, func(ids, source.merged, *args, **kwargs), source)
-    generated, shared = source.factors(call, ids.device)
-    parts = call.slices(per_row)
+    pairs, parts = source.pairs(call, ids.device), call.slices(per_row)
+    generated, shared = ([], None) if pairs is not None else source.factors(call, ids.device)
     with full_precision(out.device):
-        if shared is None:
+        if pairs is not None:
+            looked_up = zip(parts, pairs, strict=True)
+            offset = torch.cat([F.embedding(ids[part], table) @ rows for part, (table, rows) in looked_up])
+        elif shared is None:
             offset = torch.cat([F.embedding(ids[part], table) for part, table in zip(parts, generated, strict=True)])
         elif source.shared_first:
             taken = F.embedding(ids, shared)
@@ -252,13 +249,21 @@ def convolution(
     elif source is None or groups != 1 or not source.layout.is_factored or source.shared_first:
         out = _segmentwise(call, lambda rows, kernel: func(rows, kernel, None, *where), x, per_row, weight)
     else:
-        generated, shared = source.factors(call, x.device)
-        assert shared is not None  # of every matrix
         out = scaled(call, func(x, source.merged, None, *where), source)
-        parts = call.slices(per_row)
+        parts, pairs = call.slices(per_row), source.pairs(call, x.device)
+
+        def inner(rows: Tensor, factor: Tensor) -> Tensor:
+            return func(rows.float(), factor.view(-1, *source.merged.shape[1:]), None, *where).flatten(2)
+
         with full_precision(x.device):
-            inner = func(x.float(), shared.view(-1, *source.merged.shape[1:]), None, *where).flatten(2)
-            offset = torch.cat([factor @ inner[part] for part, factor in zip(parts, generated, strict=True)])
+            if pairs is not None:
+                products = [own @ inner(x[part], rows) for part, (own, rows) in zip(parts, pairs, strict=True)]
+            else:
+                generated, shared = source.factors(call, x.device)
+                assert shared is not None  # of every matrix
+                common = inner(x, shared)
+                products = [factor @ common[part] for part, factor in zip(parts, generated, strict=True)]
+            offset = torch.cat(products)
         out = (out + offset.view(out.shape)).to(out.dtype)
     return out if bias is None else out + _channels(call, bias, out)
 

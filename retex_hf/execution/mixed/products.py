@@ -1,7 +1,8 @@
-"""Products of each segment's rows with the segment's own matrix."""
+"""Products of each segment's rows with matrices, the segment's own or one for all."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -40,10 +41,9 @@ class OwnFactors:
             shape = (len(sizes), sizes[0], -1)
             result.view(shape).baddbmm_(x.view(shape), batch)
             return
-        slots = call.slots(per_row, x.device)
-        padded = x.new_zeros(len(sizes) * max(sizes), x.shape[1])
-        padded[slots] = x
-        result += torch.bmm(padded.view(len(sizes), max(sizes), -1), batch).flatten(0, 1)[slots]
+        slots, entries = call.padding(per_row, x.device)
+        padded = x.index_select(0, entries).view(len(sizes), max(sizes), -1)
+        result += torch.bmm(padded, batch).flatten(0, 1).index_select(0, slots)
 
     def applied(self, call: MixedCall, x: Tensor) -> Tensor:
         """Return `x A_t`."""
@@ -63,6 +63,23 @@ class OwnFactors:
         if self._batch is None and self._uses > 1:
             self._batch = torch.stack(self.matrices)
         return self._batch
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Factors, each a segment's own or one for all, that rows are multiplied by one after the other."""
+
+    factors: list[OwnFactors | Tensor]
+
+    def add(self, call: MixedCall, result: Tensor, x: Tensor) -> None:
+        """Add the product of `x` with all factors to `result` in place, as `OwnFactors.add`."""
+        *before, last = self.factors
+        for factor in before:
+            x = factor.applied(call, x) if isinstance(factor, OwnFactors) else x @ factor
+        if isinstance(last, OwnFactors):
+            last.add(call, result, x)
+        else:
+            result.addmm_(x, last)
 
 
 def _as_batch(matrices: list[Tensor]) -> Tensor | None:

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...recovery import ComponentGenerator, ComponentLayout, Layout, RecoveryModule
 from ...recovery.components import ROUNDED
 from ...recovery.layout import MATRIX, SHARED_FIRST, VECTOR
 from .call import MixedCall, Origin
-from .products import OwnFactors
+from .products import Chain, OwnFactors
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
@@ -42,6 +43,10 @@ class TensorSource(ABC):
     @abstractmethod
     def values(self, call: MixedCall) -> list[Tensor]:
         """Return the value of each segment's task."""
+
+
+def _transposed(matrix: list[Tensor] | Tensor) -> list[Tensor] | Tensor:
+    return [own.T for own in matrix] if isinstance(matrix, list) else matrix.T
 
 
 @dataclass
@@ -162,19 +167,46 @@ class Recovered(TensorSource):
 
         return call.kept(("factors", self.name, device), moved)
 
-    def acting_factors(
-        self, call: MixedCall, transposed: bool, device: torch.device
-    ) -> tuple[OwnFactors, Tensor | None]:
+    def pairs(self, call: MixedCall, device: torch.device) -> list[tuple[Tensor, Tensor]] | None:
+        """Return `G_t` (a, k) and `S_t` (k, b) of every segment, with zeros up to a common k, where tasks have
+        directions of their own; None where they share `S`, or where offsets are stored whole.
+
+        Multiplying all rows by the directions of all tasks would take as many times longer as there are tasks.
+        """
+        generator = self.recovery[self.name]
+        if not isinstance(generator, ComponentGenerator) or not generator.layout.is_factored:
+            return None
+        if not generator.layout.owned:
+            return None
+        return call.kept(("pairs", self.name, device), lambda: self._pairs(generator, call, device))
+
+    @torch.no_grad()
+    def _pairs(
+        self, generator: ComponentGenerator, call: MixedCall, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        found = [generator.mixed_factors(part.embedding * part.recovered) for part in call.segments]
+        rank = max(1, *(len(rows) for _, rows in found))
+        # Each side in one storage, where it serves as a batch of matrices too.
+        own = torch.stack([F.pad(own, (0, rank - len(rows))) for own, rows in found]).to(device)
+        rows = torch.stack([F.pad(rows, (0, 0, 0, rank - len(rows))) for _, rows in found]).to(device)
+        return list(zip(own, rows, strict=True))
+
+    def acting_factors(self, call: MixedCall, transposed: bool, device: torch.device) -> Chain:
         """Return the factors for multiplication from the right: transposed, unless the parameter itself is."""
         key = ("acting", self.name, transposed, device)
         return call.kept(key, lambda: self._acting_factors(call, transposed, device))
 
-    def _acting_factors(
-        self, call: MixedCall, transposed: bool, device: torch.device
-    ) -> tuple[OwnFactors, Tensor | None]:
-        generated, shared = self.factors(call, device)
-        own = OwnFactors(generated if transposed else [factor.T for factor in generated])
-        return own, shared if transposed or shared is None else shared.T
+    def _acting_factors(self, call: MixedCall, transposed: bool, device: torch.device) -> Chain:
+        pairs = self.pairs(call, device)
+        if pairs is not None:
+            matrices: list[list[Tensor] | Tensor] = [list(side) for side in zip(*pairs, strict=True)]
+        else:
+            generated, shared = self.factors(call, device)
+            matrices = [generated] if shared is None else [generated, shared]
+            matrices = matrices[::-1] if self.shared_first else matrices
+        if not transposed:
+            matrices = [_transposed(matrix) for matrix in reversed(matrices)]
+        return Chain([OwnFactors(matrix) if isinstance(matrix, list) else matrix for matrix in matrices])
 
     @torch.no_grad()
     def _factors(self, call: MixedCall) -> tuple[list[Tensor], Tensor | None]:
