@@ -15,7 +15,9 @@ singular vectors of task vectors.
 Accuracy is relative to each expert's; agreement is the share of rows with the expert's own answer (the same text, where
 answers are texts). Differences are paired by rows, with 95 % bootstrap intervals. Every size is a cell with all its
 rows, so interrupted runs resume. Writes `--out` (default `<work>/bytes.json`) and beside it `.md`, and with `--plot`
-`.png`. `--known` takes rivals from such a file of an earlier run, if its experts answered the same rows alike.
+`.png`. `--known` takes rivals from such a file of an earlier run, if its experts answered the same rows alike: they are
+fitted, but need not answer. `--join` takes all points of such files as they are, so that parts of a study can run apart
+(`--methods` without a value measures nothing else).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import json
 from pathlib import Path
 
 from bytes_bench import AROUND_BASE, RIVALS, Bench, measure_all, rows_of
-from bytes_table import FORMS, as_hex, as_json, figure, markdown, tabulate
+from bytes_table import FORMS, Point, as_hex, as_json, figure, markdown, tabulate
 from experiment import RETEX, command, load, parse, run
 
 from retex_hf.artifact.plots import DPI
@@ -39,11 +41,12 @@ def main() -> None:
         __doc__,
         split={"choices": ("validation", "test"), "default": "test", "help": "rows to answer"},
         shares={"type": float, "nargs": "+", "default": SHARES, "help": "added bytes, in per cent of the experts'"},
-        methods={"nargs": "+", "default": names, "choices": names, "metavar": "METHOD", "help": f"of {names}"},
+        methods={"nargs": "*", "default": names, "choices": names, "metavar": "METHOD", "help": f"of {names}"},
         forms={"nargs": "+", "default": FORMS, "choices": FORMS, "help": "of rivals that leave their bits open"},
         tasks={"type": int, "help": "the first so many tasks; default: all"},
         out={"type": Path, "help": "results; default: bytes.json in the work dir"},
         known={"type": Path, "help": "results of an earlier run, to take rivals from"},
+        join={"type": Path, "nargs": "+", "default": [], "metavar": "FILE", "help": "results to put into this table"},
         plot={"action": "store_true", "help": "draw the curves"},
     )
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
@@ -54,13 +57,16 @@ def main() -> None:
     bench = Bench(study, rows_of(study, arguments.split), arguments.split, arguments.work_dir, arguments.only)
     if arguments.known is not None:
         bench.learn(arguments.known)
+    joined = [bench.read(file) for file in arguments.join]
+    points = [Point.from_dict(point) for results in joined for point in results["points"]]
     shares = [share / 100 for share in arguments.shares]
-    points = measure_all(bench, arguments.methods, shares, arguments.forms)
+    points += measure_all(bench, arguments.methods, shares, arguments.forms)
     rows = tabulate(points, bench.experts_correct)
     title = f"{arguments.recipe.stem}, {len(study.tasks)} tasks, {arguments.split} rows"
     text, out = markdown(rows, title), arguments.out or arguments.work_dir / "bytes.json"
     results = {
         "command": command(),
+        **({"joined": [results["command"] for results in joined]} if joined else {}),
         "recipe": recipe.to_dict(),
         "tasks": study.tasks,
         "split": arguments.split,

@@ -93,14 +93,18 @@ class Bench:
         done = run_cells(self.cells, {key: compute}, self.identity, built={key: built}, only=only, progress=False)
         return done.get(key)
 
-    def learn(self, file: Path) -> None:
-        """Take the rivals of an earlier run's results."""
+    def read(self, file: Path) -> dict[str, Any]:
+        """Return an earlier run's results, if its experts answered the same rows alike."""
         results = json.loads(file.read_text(encoding="utf-8"))
         if results["experts_correct"] != as_hex(self.experts_correct):
             raise ConfigError(f"{file}: its experts answered other rows, or answered them differently.")
         if results["recipe"]["config"].get("exclude", []) != self.exclude:
             raise ConfigError(f"{file}: its systems recover other tensors; the recipe's `exclude` must be the same.")
-        for point in results["points"]:
+        return results
+
+    def learn(self, file: Path) -> None:
+        """Take the rivals of an earlier run's results."""
+        for point in self.read(file)["points"]:
             if point["method"] in RIVALS:
                 rows = {part: from_hex(point[part]) for part in ("correct", "agrees")}
                 self.known[_known_key(point["method"], point["width"], point["state"])] = {

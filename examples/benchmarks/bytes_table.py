@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,12 @@ class Point:
         """Return plain values, with a bit per row."""
         return {**vars(self), "correct": as_hex(self.correct), "agrees": as_hex(self.agrees)}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Point:
+        """Invert `as_dict`; further values are passed over."""
+        rows = {part: from_digits(from_hex(values[part])) for part in ("correct", "agrees")}
+        return cls(**{each.name: values[each.name] for each in fields(cls)} | rows)
+
 
 def as_digits(rows: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return one digit per row.
@@ -63,9 +69,6 @@ def as_hex(rows: Mapping[str, np.ndarray]) -> dict[str, str]:
 def from_digits(rows: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Invert `as_digits`."""
     return {task: np.array([digit == "1" for digit in digits]) for task, digits in rows.items()}
-
-
-Known = dict[tuple[str, str, str], dict[str, Any]]
 
 
 def from_hex(rows: Mapping[str, str]) -> dict[str, str]:

@@ -185,6 +185,8 @@ def test_rivals_of_an_earlier_run_are_taken(bench_of, tmp_path, monkeypatch):
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured again"))
     second = measure_all(again, *arguments)
     assert [point.as_dict() for point in first] == [point.as_dict() for point in second]
+    joined = [Point.from_dict(point) for point in again.read(file)["points"]]
+    assert [as_json(row) for row in tabulate(joined, again.experts_correct)] == results["points"]
     results["recipe"]["config"]["exclude"] = ["*bias"]
     file.write_text(json.dumps(results))
     with pytest.raises(ConfigError, match="recover other tensors"):

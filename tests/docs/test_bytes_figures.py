@@ -38,14 +38,7 @@ def test_more_rows_of_t5_are_those_of_the_results():
 def test_the_full_tables_are_those_of_the_results(suite):
     """The figures in the JSON follow from its rows, and the table from its figures."""
     results = json.loads((bytes_summary.RESULTS / f"bytes_{suite}.json").read_text(encoding="utf-8"))
-    points = []
-    for found in results["points"]:
-        rows = {part: from_digits(from_hex(found[part])) for part in ("correct", "agrees")}
-        points.append(
-            Point(
-                found["method"], found["width"], found["budget"], found["share"], found["error"], found["state"], **rows
-            )
-        )
+    points = [Point.from_dict(found) for found in results["points"]]
     experts = from_digits(from_hex(results["experts_correct"]))
     table = tabulate(points, experts)
     assert [as_json(row) for row in table] == results["points"]
