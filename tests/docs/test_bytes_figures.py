@@ -53,3 +53,10 @@ def test_growing_numbers_of_tasks_are_those_of_the_results():
     assert (bytes_summary.RESULTS / "growing_text21.md").read_text(encoding="utf-8") == text
     lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| merged")]
     assert "\n".join(lines) in PAGE
+
+
+def test_the_large_build_is_that_of_the_results():
+    text = (bytes_summary.RESULTS / "large_build.md").read_text(encoding="utf-8")
+    _, _, _, seconds, _, memory, *_, stated, _ = next(line for line in text.splitlines() if "krylov" in line).split("|")
+    assert f"[{int(seconds):,} s]" in PAGE
+    assert f"a peak of {float(memory.removesuffix('GB ')):.1f} GB, directions within {stated.split()[5]} times" in PAGE
