@@ -1,6 +1,6 @@
 """Choice between running group by group on recovered experts and running all rows in one pass.
 
-Both give the same outputs.
+Both give the same outputs. One pass is refused where that cannot be shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def check_execution(execution: str) -> str:
     if execution not in EXECUTIONS:
         raise ConfigError(f"execution must be one of {EXECUTIONS}, not {execution!r}.")
     return execution
+
+
+def refused(reason: object, swappable: bool) -> RetexError:
+    """Return the error for a batch that has to run in one pass and cannot."""
+    way_out = ' Set execution="auto" to run it group by group.' if swappable else ""
+    return RetexError(f"This batch cannot run in one pass: {str(reason).rstrip('.')}.{way_out}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Chooser:
             if or_grouped:
                 logger.info("Running group by group, because %s", reason)
                 return None
-            raise RetexError(f"This batch cannot run in one pass: {reason}") from None
+            raise refused(reason, self.swappable) from None
         if or_grouped and grouped_cost(work, size) <= mixed_cost(work, size):
             return None
         return OnePass(mixed, segments, certificate, or_grouped)

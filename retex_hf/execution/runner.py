@@ -20,7 +20,7 @@ from ..errors import InputError, RetexError
 from ..recovery import RecoveryModule
 from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
 from .assignment import Assignment, Group
-from .choice import Chooser, OnePass, find_fixed, size_of_call
+from .choice import Chooser, OnePass, find_fixed, refused, size_of_call
 from .expert_cache import ExpertCache, copy_with, expert_bytes, recover_tensors
 from .items import NoticedItems
 from .joining import Joiner, check_separable
@@ -295,9 +295,9 @@ class ExpertRunner:
         rows = torch.cat([group.rows for group in groups])
         try:
             return [rows], [call(one_pass.run, rows)]
-        except MixedUnsupported:
+        except MixedUnsupported as reason:
             if not one_pass.or_grouped:
-                raise
+                raise refused(reason, self._chooser().swappable) from None
             return None
 
     def _run_grouped(
@@ -324,7 +324,7 @@ class ExpertRunner:
         elif odd := [name for name, owned in splitter.reading.items() if owned.owner is not None]:
             refusal = f"the entries of {odd[0]!r} are not one per row"
         if refusal is not None and (self.execution == "mixed" or not chooser.swappable):
-            raise RetexError(f"This batch cannot run in one pass: {refusal}.")
+            raise refused(refusal, chooser.swappable)
         if refusal is not None:
             return None
         option = _generation_options(kwargs, getattr(self.model, "generation_config", None))

@@ -27,7 +27,7 @@ from ..routing.trunk_tensors import answers
 from ..rows import Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
 from .expert_cache import copy_with
-from .mixed.call import MixedUnsupported, current_call
+from .mixed.call import MixedUnsupported, current_call, unwatched
 
 # Layers of a cache whose whole state are keys and values of the rows.
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -180,8 +180,21 @@ class _Replay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _replayed.get()
-        if current is None or self.name not in current.record.outputs:
-            return self._run(args, kwargs)
+        if current is not None and self.name in current.record.outputs:
+            with unwatched():
+                recorded = self._recorded(current, args, kwargs)
+            if recorded is not None:
+                return recorded
+        block = self._block()
+        assert block is not None  # it is being called
+        output = type(block).forward(block, *args, **kwargs)
+        if self._align is None:
+            return output
+        with unwatched():
+            return self._align(output)
+
+    def _recorded(self, current: _Replayed, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any | None:
+        """Return the recorded output, or None where the block has to run."""
         record, rows = current.record, current.rows
         if record.cache is not None:
             cache = _cache_of(args, kwargs)
@@ -191,14 +204,8 @@ class _Replay:
             if not current.runs and cache is not None:
                 current.runs = not _fill(cache, record.cache.layers[self.name], rows)
             if current.runs:
-                return self._run(args, kwargs)
+                return None
         return record.outputs[self.name] if rows is None else record.of(self.name, rows)
-
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        block = self._block()
-        assert block is not None  # it is being called
-        output = type(block).forward(block, *args, **kwargs)
-        return output if self._align is None else self._align(output)
 
 
 def install_replay(model: nn.Module, blocks: list[str], align: Callable[[Any], Any] | None = None) -> None:

@@ -5,7 +5,8 @@ Operations read the call from a context variable, so that one copy of the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +42,8 @@ class Segment:
 # Key of a row-by-row decision: the name of a parameter or, for a value computed from parameters, a hash of the
 # computation.
 Origin = str | int
+# What tells selections along the rows' axis apart: the function, the axes of the tensor, the kinds of the index.
+Selection = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Certificate:
     """The result of probing a kind of call.
 
     It lists the parameters (and values computed from them) that are applied to rows, those that are applied to tensors
-    without rows (position ids, relative positions), and the outputs that have one value per task instead of rows.
+    without rows (position ids, relative positions), the outputs that have one value per task instead of rows, and the
+    selections along the rows' axis that keep the order of rows (`row_order`).
     """
 
     rows: frozenset[Origin]
     row_free: frozenset[Origin]
     per_task: frozenset[str] = frozenset()
+    selections: frozenset[Selection] = frozenset()
 
 
 @dataclass
@@ -63,7 +68,8 @@ class MixedCall:
     `certificate` says which tensors have rows. A probe (`is_probe`) collects in `log` the leading sizes that each
     parameter meets, in `computed` the same for values computed from parameters, and in `per_task` the outputs that have
     one value per task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which
-    uses every parameter many times.
+    uses every parameter many times. `watch` sees the torch functions that run, and judges
+    those of the model (`is_watched`).
     """
 
     segments: list[Segment]
@@ -74,6 +80,8 @@ class MixedCall:
     computed: list[tuple[int, int, bool]] = field(default_factory=list)
     per_task: set[str] = field(default_factory=set)
     repeats: bool = False
+    watch: AbstractContextManager | None = None
+    is_watched: bool = False
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -125,7 +133,7 @@ class MixedCall:
         if origin in certificate.row_free:
             return None
         if origin not in certificate.rows or size % self.rows:
-            name = repr(origin) if isinstance(origin, str) else "A value computed from parameters"
+            name = repr(origin) if isinstance(origin, str) else "a value computed from parameters"
             raise MixedUnsupported(
                 f"{name} meets {size} entries in a batch of {self.rows} rows, which it did not do in a probe."
             )
@@ -197,6 +205,20 @@ def current_call() -> MixedCall:
 
 def is_running() -> bool:
     return _current.get() is not None
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Run code that is not the model's own, and may select rows."""
+    call = _current.get()
+    before = call is not None and call.is_watched
+    if call is not None:
+        call.is_watched = False
+    try:
+        yield
+    finally:
+        if call is not None:
+            call.is_watched = before
 
 
 def within(call: MixedCall, run: Callable[[], Any]) -> Any:

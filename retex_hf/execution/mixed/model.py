@@ -19,6 +19,7 @@ from ..assignment import Group
 from ..expert_cache import ExpertCache, copy_with, is_plain, names_of
 from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
+from .row_order import RowOrder, RowOrderProbe, watched
 from .side_path import beside
 from .sources import Head, Recovered, TensorSource
 from .task_tensor import TaskTensor
@@ -64,7 +65,8 @@ class MixedModel:
 
     def run(self, method: str, kwargs: dict[str, Any], segments: list[Segment], certificate: Certificate) -> Any:
         """Call a method on rows sorted by segment."""
-        return self._call(method, kwargs, MixedCall(segments, certificate, repeats=method == "generate"))
+        watch = RowOrder(certificate.selections) if len(segments) > 1 else None
+        return self._call(method, kwargs, MixedCall(segments, certificate, repeats=method == "generate", watch=watch))
 
     def probe(
         self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
@@ -80,8 +82,9 @@ class MixedModel:
             for name, value in kwargs.items()
             if isinstance(value, Tensor)
         }
-        # A probe with one task does not show whether rows of several tasks stay separate.
-        key = (method, frozenset(inputs), len(segments) > 1)
+        # A probe with one task does not show whether rows of several tasks stay separate. Masks that hide nothing are
+        # often left out of a model's computation.
+        key = (method, frozenset(inputs), len(segments) > 1, frozenset(_hiding(kwargs, splitter.rows)))
         found = self._probed.get(key, lambda: self._find_out(method, kwargs, segments, splitter))
         if isinstance(found, str):
             raise MixedUnsupported(found)
@@ -105,6 +108,7 @@ class MixedModel:
     ) -> tuple[Certificate, Work]:
         first, second = segments[0], segments[-1]
         chosen = [first] if first is second else [first, second]
+        at = dict(zip(map(id, chosen), _rows_to_probe(kwargs, splitter.rows), strict=False))
 
         def call(rows: list[Segment], **options: Any) -> tuple[MixedCall, Any]:
             own = MixedCall([], is_probe=True, **options)
@@ -112,7 +116,7 @@ class MixedModel:
                 if count := sum(segment is part for segment in rows):
                     start = own.rows if own.segments else 0
                     own.segments.append(replace(part, start=start, stop=start + count))
-            taken = splitter.take(kwargs, torch.tensor([segment.start for segment in rows]))
+            taken = splitter.take(kwargs, torch.tensor([at[id(segment)] for segment in rows]))
             if method == "generate":
                 settings = getattr(self._wrapped, "generation_config", None)
                 return own, self._call(method, _two_steps(taken, settings), own)["logits"]
@@ -122,11 +126,13 @@ class MixedModel:
         work = self._work(method, kwargs, first, splitter, single)
         if first is second:
             return Certificate(frozenset(), frozenset()), work
-        pair, together = call([first, second], single=single.log)
+        order = RowOrderProbe(self.model)
+        pair, together = call([first, second], single=single.log, watch=order)
         _check_row(together, alone, 0)
         _check_row(together, call([second])[1], 1)
         meetings = zip(pair.log, single.log, strict=True)
         certificate = _certificate([(name, size, one) for (name, size, _), (_, one, _) in meetings], pair.per_task)
+        certificate = replace(certificate, selections=frozenset(order.seen))
         if pair.computed:
             doubled, _ = call([first, first, second, second], certificate=certificate)
             certificate = _with_computed(certificate, pair, doubled)
@@ -148,8 +154,11 @@ class MixedModel:
             self.model.generation_config = self._wrapped.generation_config
 
         def run() -> Any:
-            output = self.model(**kwargs) if method == "forward" else getattr(self.model, method)(**kwargs)
-            return _plain(call, output)
+            if method == "forward":
+                return _plain(call, self.model(**kwargs))
+            entered = getattr(self.model, method)
+            # `generate` moves the rows of beams itself, and enters the model through what is watched.
+            return _plain(call, (entered if method == "generate" else watched(entered))(**kwargs))
 
         return within(call, run)
 
@@ -161,7 +170,9 @@ def _copy(
     places: dict[str, dict[str, TensorSource]] = {}
     for name in recovery:
         if recovery[name].layout.batch > 1:
-            raise MixedUnsupported(f"{name!r} is a stack of matrices (experts of a mixture), which meet single tokens.")
+            raise MixedUnsupported(
+                f"{name!r} is a stack of matrices, such as a mixture's experts, without row-by-row form."
+            )
         for alias in names_of(model, name):
             # Quantised layers may rename their weights.
             merged = named[alias] if alias in named else torch.empty(recovery[name].layout.shape, device="meta")
@@ -180,7 +191,30 @@ def _copy(
         else:
             layer = model.get_submodule(module)
             replaced[id(layer)] = beside(layer, sources)
-    return copy_with(model, tensors, replaced).eval()
+    copied = copy_with(model, tensors, replaced).eval()
+    # `generate` calls the encoder of an encoder-decoder itself.
+    is_two_part = getattr(getattr(copied, "config", None), "is_encoder_decoder", False)
+    for entered in [copied, *([copied.get_encoder()] if is_two_part else [])]:  # type: ignore[operator]  # transformers'
+        entered.forward = watched(entered.forward)
+    return copied
+
+
+def _hiding(kwargs: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """Return, for each mask that hides something, which rows it does that in."""
+    masks = {
+        name: (value == 0).flatten(1).any(1)
+        for name, value in kwargs.items()
+        if name.endswith("mask") and isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
+        if not value.is_floating_point()
+    }
+    return {name: hidden for name, hidden in masks.items() if hidden.any()}
+
+
+def _rows_to_probe(kwargs: Mapping[str, Any], rows: int) -> list[int]:
+    """Return two rows, the first of them with as much masked as any; a batch of one row has one."""
+    masks = _hiding(kwargs, rows).values()
+    first = int(torch.stack(list(masks)).sum(0).argmax()) if masks else 0
+    return [first, 1 if first == 0 else 0][:rows]
 
 
 def _two_steps(kwargs: Mapping[str, Any], settings: GenerationConfig | None) -> dict[str, Any]:
@@ -230,7 +264,7 @@ def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> C
             raise MixedUnsupported("A value computed from parameters meets a tensor whose rows cannot be told apart.")
         meetings.append((origin, four, two))
     found = _certificate(meetings, set())
-    return Certificate(named.rows | found.rows, named.row_free | found.row_free, named.per_task)
+    return replace(named, rows=named.rows | found.rows, row_free=named.row_free | found.row_free)
 
 
 def _first_step(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

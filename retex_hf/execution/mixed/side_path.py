@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .call import MixedUnsupported, current_call
+from .call import MixedCall, MixedUnsupported, current_call, unwatched
 from .operations import add_offset, embedding
 from .sources import Head, Recovered, TensorSource
 from .task_tensor import TaskTensor, by_row, per_task
@@ -69,7 +69,11 @@ class SidePath(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = self.layer(x, *args, **kwargs)
-        call = current_call()
+        with unwatched():
+            return self._moved(current_call(), out, x)
+
+    def _moved(self, call: MixedCall, out: Tensor, x: Tensor) -> Tensor:
+        """Return the layer's output for `x`, `out`, plus the offsets of each row's task."""
         weight, bias = self.sources.get("weight"), self.sources.get("bias")
         if weight is not None and self.kind == "embedding":
             zero = torch.zeros(1, out.shape[-1], device=out.device).expand(weight.layout.shape)

@@ -43,6 +43,10 @@ JOINING = frozenset({"cat", "concat", "concatenate"})
 # Functions of several tensors that have the rows along the leading axis of all of them.
 ALIGNED = JOINING | {"scaled_dot_product_attention"}
 IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__", "div_", "__itruediv__"})
+WRITING = frozenset(
+    {"__setitem__", "__set__", "__iand__", "__ior__", "__ixor__", "__ipow__", "__imod__", "__ifloordiv__",
+     "__ilshift__", "__irshift__"}
+)  # fmt: skip
 # Functions whose result never shares memory with a parameter: it may be written to.
 ALLOCATING = ELEMENTWISE | {
     "linear", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "group_norm", "embedding"
@@ -72,7 +76,7 @@ class TaskTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
+        name = name_of(func)
         if name in DESCRIPTIONS:
             if name in SIZES and is_running() and not args[0].source.has_one_shape:
                 raise MixedUnsupported(
@@ -82,7 +86,7 @@ class TaskTensor(Tensor):
                 return func(*args, **kwargs)
         call = current_call()
         first = args[0] if args and isinstance(args[0], cls) else None
-        if first is not None and (_writes(name) or (kwargs.get("inplace") and not first.source.is_allocated)):
+        if first is not None and (writes(name) or (kwargs.get("inplace") and not first.source.is_allocated)):
             raise MixedUnsupported(f"{name} writes to {described(first)}, which rows of different tasks share.")
         if kwargs.get("max_norm") is not None:
             raise MixedUnsupported(f"{name} with max_norm writes to a parameter, which rows of different tasks share.")
@@ -113,9 +117,9 @@ def origin_of(*tensors: Any) -> Origin:
     return next((source.name for source in sources if source.name is not None), sources[0].origin)
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Return whether a function changes its first argument."""
-    return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return name in WRITING or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def values_of(call: MixedCall, value: Any) -> list[Any]:
@@ -128,17 +132,17 @@ def values_of(call: MixedCall, value: Any) -> list[Any]:
 def per_task(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Apply a function to the values of every task; the result has one value per task, too."""
     if kwargs.get("out") is not None:
-        raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
+        raise MixedUnsupported(f"{name_of(func)} writes the values of several tasks into one tensor.")
     columns = [values_of(call, arg) for arg in args]
     named = {key: values_of(call, value) for key, value in kwargs.items()}
     results = [
         func(*(column[part] for column in columns), **{key: column[part] for key, column in named.items()})
         for part in range(len(call.segments))
     ]
-    own = (tensor for tensor in _flat((args, tuple(kwargs.values()))) if isinstance(tensor, TaskTensor))
-    history = (_name(func), *(tensor.source.origin for tensor in own))
+    own = (tensor for tensor in flat((args, tuple(kwargs.values()))) if isinstance(tensor, TaskTensor))
+    history = (name_of(func), *(tensor.source.origin for tensor in own))
     # In place, the result is the argument, which was allocated before.
-    is_allocated = _name(func) in ALLOCATING or bool(kwargs.get("inplace"))
+    is_allocated = name_of(func) in ALLOCATING or bool(kwargs.get("inplace"))
     if type(results[0]) in (list, tuple):
         parts = enumerate(zip(*results, strict=True))
         return type(results[0])(_computed(list(part), hash((history, number))) for number, part in parts)
@@ -172,8 +176,8 @@ def _elementwise(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str,
     ndim = max(arg.ndim for arg in args if isinstance(arg, Tensor))
     with_rows = [plain for plain in _with_rows(call, func, args) if plain.ndim == ndim]
     if not with_rows:
-        if _name(func) in IN_PLACE:
-            raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
+        if name_of(func) in IN_PLACE:
+            raise MixedUnsupported(f"{name_of(func)} writes the values of several tasks into one tensor.")
         return per_task(call, func, args, kwargs)
     size = len(with_rows[0])
     return func(*(by_row(call, arg, size, ndim) if isinstance(arg, TaskTensor) else arg for arg in args), **kwargs)
@@ -184,7 +188,7 @@ def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
 
     A task tensor has no rows, so an ordinary tensor that shares its leading axis with one must not have any either.
     """
-    tensors = _flat(args)
+    tensors = flat(args)
     tasked = [tensor for tensor in tensors if isinstance(tensor, TaskTensor)]
     origin = origin_of(*tasked)
     named = next((tensor for tensor in tasked if tensor.source.name == origin), None)
@@ -197,12 +201,12 @@ def _with_rows(call: MixedCall, func: Callable, args: Any) -> list[Tensor]:
             # Query every partner of a parameter, task tensor or not, because a probe compares the logs.
             has_rows = call.entries_per_row(origin, tensor) is not None and not isinstance(tensor, TaskTensor)
             if has_rows and shares and len(call.segments) > 1:
-                raise MixedUnsupported(f"{_name(func)} combines {origin!r} with rows along their own axis.")
+                raise MixedUnsupported(f"{name_of(func)} combines {origin!r} with rows along their own axis.")
         elif shares:
             has_rows = False
-            call.without_rows(hash((_name(func), origin, position)), tensor.shape[0] if tensor.ndim else 0)
+            call.without_rows(hash((name_of(func), origin, position)), tensor.shape[0] if tensor.ndim else 0)
         else:
-            has_rows = call.entries_per_row(hash((_name(func), origin, position)), tensor) is not None
+            has_rows = call.entries_per_row(hash((name_of(func), origin, position)), tensor) is not None
         if has_rows and not shares:
             found.append(tensor)
     return found
@@ -212,10 +216,10 @@ def _repeated(call: MixedCall, func: Callable, tensor: TaskTensor, *sizes: Any) 
     """Apply `expand` or `repeat` to a parameter, for every row (a class token)."""
     target = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(target) >= 2 and len(target) >= tensor.ndim and target[0] > 0:
-        meeting = hash((_name(func), tensor.source.origin))
+        meeting = hash((name_of(func), tensor.source.origin))
         if call.entries_of_size(meeting, target[0], target[0]) is not None:
             rows = by_row(call, tensor, target[0], len(target))
-            return func(rows, target if _name(func) == "expand" else (1, *target[1:]))
+            return func(rows, target if name_of(func) == "expand" else (1, *target[1:]))
     return per_task(call, func, (tensor, *sizes), {})
 
 
@@ -229,15 +233,15 @@ def _other(call: MixedCall, func: Callable, args: tuple, kwargs: dict[str, Any])
     arguments = (args, tuple(kwargs.values()))
     with_rows = _with_rows(call, func, arguments)
     if not with_rows:
-        if _writes(_name(func)):
-            raise MixedUnsupported(f"{_name(func)} writes the values of several tasks into one tensor.")
+        if writes(name_of(func)):
+            raise MixedUnsupported(f"{name_of(func)} writes the values of several tasks into one tensor.")
         return per_task(call, func, args, kwargs)
-    if _name(func) in JOINING and _axis(args, kwargs) in (0, -with_rows[0].ndim):
-        raise MixedUnsupported(f"{_name(func)} joins what has one value per task to rows along their own axis.")
-    for value in _flat(arguments):
-        fits = _name(func) in ALIGNED and value.ndim > 1 and value.shape[0] == 1
+    if name_of(func) in JOINING and _axis(args, kwargs) in (0, -with_rows[0].ndim):
+        raise MixedUnsupported(f"{name_of(func)} joins what has one value per task to rows along their own axis.")
+    for value in flat(arguments):
+        fits = name_of(func) in ALIGNED and value.ndim > 1 and value.shape[0] == 1
         if isinstance(value, TaskTensor) and not fits:
-            raise MixedUnsupported(f"{_name(func)} of {described(value)} and rows is unknown.")
+            raise MixedUnsupported(f"{name_of(func)} of {described(value)} and rows is unknown.")
 
     def settle(value: Any) -> Any:
         if isinstance(value, TaskTensor):
@@ -252,13 +256,13 @@ def _axis(args: tuple, kwargs: dict[str, Any]) -> int:
     return args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
 
 
-def _flat(values: Any) -> list[Tensor]:
+def flat(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for value in values for tensor in _flat(value)] if isinstance(values, (list, tuple)) else []
+    return [tensor for value in values for tensor in flat(value)] if isinstance(values, (list, tuple)) else []
 
 
-def _name(func: Callable) -> str:
+def name_of(func: Callable) -> str:
     # An attribute such as `.dtype` arrives as the `__get__` of its descriptor.
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
