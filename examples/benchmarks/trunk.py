@@ -1,6 +1,6 @@
 """What a shared trunk costs in accuracy: for every depth, without a trunk, with one as it is, and with an aligned one.
 
-    python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --recipe ... --references 64 256
+    python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --recipe ... --references 64 256 --depths 2 4
 
 At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
 tasks. Accuracy is relative to the experts, task unknown. *Changed* is the estimate that `fit_signatures` makes on
@@ -33,6 +33,7 @@ def main() -> None:
         __doc__,
         references={"type": int, "nargs": "+", "default": [64, 256], "help": "numbers of references per task"},
         storage={"default": "2%", "help": "budget of the recovery"},
+        depths={"type": int, "nargs": "*", "help": "numbers of layers to share; default: all"},
     )
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
     experts = accuracies(study, Individual(), "known")
@@ -40,18 +41,20 @@ def main() -> None:
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
     rows = []
     for count in arguments.references:
-        for row in tqdm(lines(study, model, experts, count), desc=f"{count} references", unit="model"):
+        for row in tqdm(lines(study, model, experts, count, arguments.depths), desc=f"{count} references", unit="model"):
             tqdm.write(str(row))
             rows.append(row)
     results = {"recipe": recipe.to_dict(), "storage": arguments.storage, "rows": rows}
     write(arguments.work_dir, "trunk", results, markdown_table(COLUMNS, [list(row.values()) for row in rows]), None)
 
 
-def lines(study: Study, model: RetexModel, experts: dict[str, float], count: int) -> Iterator[dict[str, Any]]:
+def lines(
+    study: Study, model: RetexModel, experts: dict[str, float], count: int, depths: list[int] | None
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table for a number of references."""
     references = {task: study.material.references(task, count) for task in study.tasks}
     blocks = feature_blocks(model.get_base_model())
-    for depth in (*range(len(blocks) - 1), "auto"):
+    for depth in (*(range(len(blocks) - 1) if depths is None else [number - 1 for number in depths]), "auto"):
         options = {"feature_layer": depth, "shared_trunk": "auto" if depth == "auto" else True}
         model.retex_config = replace(model.retex_config, num_reference=count, **options)
         model.fit_signatures(references, progress=False)
