@@ -1,6 +1,6 @@
 """What a shared trunk costs in accuracy: for every depth, without a trunk, with one as it is, and with an aligned one.
 
-    python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --recipe ... --references 64 256 --depths 2 4
+    python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --references 64 256 --depths 2 4
 
 At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
 tasks. Accuracy is relative to the experts, task unknown. *Changed* is the estimate that `fit_signatures` makes on
@@ -41,7 +41,8 @@ def main() -> None:
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
     rows = []
     for count in arguments.references:
-        for row in tqdm(lines(study, model, experts, count, arguments.depths), desc=f"{count} references", unit="model"):
+        found = lines(study, model, experts, count, arguments.depths)
+        for row in tqdm(found, desc=f"{count} references", unit="model"):
             tqdm.write(str(row))
             rows.append(row)
     results = {"recipe": recipe.to_dict(), "storage": arguments.storage, "rows": rows}
