@@ -6,7 +6,7 @@ Operations read the call from a context variable, so that one copy of the model 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -42,8 +42,6 @@ class Segment:
 # Key of a row-by-row decision: the name of a parameter or, for a value computed from parameters, a hash of the
 # computation.
 Origin = str | int
-# What tells selections along the rows' axis apart: the function, the axes of the tensor, the kinds of the index.
-Selection = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,13 @@ class Certificate:
 
     It lists the parameters (and values computed from them) that are applied to rows, those that are applied to tensors
     without rows (position ids, relative positions), the outputs that have one value per task instead of rows, and the
-    selections along the rows' axis that keep the order of rows (`row_order`).
+    torch functions that the model calls, which leave rows in their places (`row_order`).
     """
 
     rows: frozenset[Origin]
     row_free: frozenset[Origin]
     per_task: frozenset[str] = frozenset()
-    selections: frozenset[Selection] = frozenset()
+    functions: frozenset[Any] = frozenset()
 
 
 @dataclass
@@ -68,8 +66,8 @@ class MixedCall:
     `certificate` says which tensors have rows. A probe (`is_probe`) collects in `log` the leading sizes that each
     parameter meets, in `computed` the same for values computed from parameters, and in `per_task` the outputs that have
     one value per task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which
-    uses every parameter many times. `watch` sees the torch functions that run, and judges
-    those of the model (`is_watched`).
+    uses every parameter many times. `is_watched` is set while the code of
+    the model itself runs.
     """
 
     segments: list[Segment]
@@ -80,7 +78,6 @@ class MixedCall:
     computed: list[tuple[int, int, bool]] = field(default_factory=list)
     per_task: set[str] = field(default_factory=set)
     repeats: bool = False
-    watch: AbstractContextManager | None = None
     is_watched: bool = False
     cache: dict[Hashable, Any] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -19,22 +20,27 @@ from ..assignment import Group
 from ..expert_cache import ExpertCache, copy_with, is_plain, names_of
 from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
-from .row_order import RowOrder, RowOrderProbe, watched
+from .row_order import RowOrder, RowOrderProbe, ShapeRecord, watched
 from .side_path import beside
 from .sources import Head, Recovered, TensorSource
 from .task_tensor import TaskTensor
 
 # Outputs that have the images along their second axis.
 COLUMN_FIELDS = frozenset({"logits_per_text", "text_logits"})
-# Allowed difference between a pair of rows and each row alone, relative to the largest entry of the output.
+# Rows of the first and of the second task in two probes.
+FEWER, MORE = (2, 3), (3, 4)
+# Allowed difference between rows together and each row alone, relative to the largest entry of the output.
 PROBE_TOLERANCE = 1e-3
+
+
+Watch = RowOrder | RowOrderProbe | ShapeRecord
 
 
 class MixedModel:
     """Runs batches whose rows belong to different tasks, in one pass.
 
-    Each kind of call is probed once: two rows of different tasks together must give what each gives alone. The probe
-    rejects models that use a recovered parameter in a way that has no row-by-row form.
+    Each kind of call is probed once: rows of two tasks together must give what each gives alone. The probe rejects
+    models that use a recovered parameter in a way that has no row-by-row form, or that may move rows (`row_order`).
     """
 
     def __init__(
@@ -65,8 +71,8 @@ class MixedModel:
 
     def run(self, method: str, kwargs: dict[str, Any], segments: list[Segment], certificate: Certificate) -> Any:
         """Call a method on rows sorted by segment."""
-        watch = RowOrder(certificate.selections) if len(segments) > 1 else None
-        return self._call(method, kwargs, MixedCall(segments, certificate, repeats=method == "generate", watch=watch))
+        call = MixedCall(segments, certificate, repeats=method == "generate")
+        return self._call(method, kwargs, call, RowOrder(call, certificate.functions) if len(segments) > 1 else None)
 
     def probe(
         self, method: str, kwargs: Mapping[str, Any], segments: list[Segment], splitter: Splitter
@@ -78,7 +84,7 @@ class MixedModel:
         if self.reason is not None:
             raise MixedUnsupported(self.reason)
         inputs = {
-            (name, value.ndim, value.ndim > 0 and len(value) == splitter.rows)
+            (name, value.ndim > 0 and len(value) == splitter.rows, tuple(size == 1 for size in value.shape[1:]))
             for name, value in kwargs.items()
             if isinstance(value, Tensor)
         }
@@ -100,7 +106,7 @@ class MixedModel:
             return str(reason)
         except Exception as error:
             # The batch may be at fault rather than the model, so do not remember the failure.
-            raise MixedUnsupported(f"a probe of two rows raised {type(error).__name__}: {error}") from error
+            raise MixedUnsupported(f"a probe of a few rows raised {type(error).__name__}: {error}") from error
 
     @torch.no_grad()
     def _probe(
@@ -110,33 +116,39 @@ class MixedModel:
         chosen = [first] if first is second else [first, second]
         at = dict(zip(map(id, chosen), _rows_to_probe(kwargs, splitter.rows), strict=False))
 
-        def call(rows: list[Segment], **options: Any) -> tuple[MixedCall, Any]:
+        def prepare(*counts: int, **options: Any) -> tuple[MixedCall, dict[str, Any]]:
             own = MixedCall([], is_probe=True, **options)
-            for part in chosen:
-                if count := sum(segment is part for segment in rows):
-                    start = own.rows if own.segments else 0
-                    own.segments.append(replace(part, start=start, stop=start + count))
-            taken = splitter.take(kwargs, torch.tensor([at[id(segment)] for segment in rows]))
-            if method == "generate":
-                settings = getattr(self._wrapped, "generation_config", None)
-                return own, self._call(method, _two_steps(taken, settings), own)["logits"]
-            return own, self._call(method, taken, own)
+            rows: list[int] = []
+            for part, count in zip(chosen, counts, strict=True):
+                if count:
+                    own.segments.append(replace(part, start=len(rows), stop=len(rows) + count))
+                    rows += [at[id(part)]] * count
+            return own, splitter.take(kwargs, torch.tensor(rows))
 
-        single, alone = call([first])
-        work = self._work(method, kwargs, first, splitter, single)
+        def call(own: MixedCall, taken: dict[str, Any], watch: Watch | None = None) -> Any:
+            if method != "generate":
+                return self._call(method, taken, own, watch)
+            settings = getattr(self._wrapped, "generation_config", None)
+            return self._call(method, _two_steps(taken, settings), own, watch)["logits"]
+
         if first is second:
-            return Certificate(frozenset(), frozenset()), work
-        order = RowOrderProbe(self.model)
-        pair, together = call([first, second], single=single.log, watch=order)
-        _check_row(together, alone, 0)
-        _check_row(together, call([second])[1], 1)
-        meetings = zip(pair.log, single.log, strict=True)
-        certificate = _certificate([(name, size, one) for (name, size, _), (_, one, _) in meetings], pair.per_task)
-        certificate = replace(certificate, selections=frozenset(order.seen))
-        if pair.computed:
-            doubled, _ = call([first, first, second, second], certificate=certificate)
-            certificate = _with_computed(certificate, pair, doubled)
-        return certificate, work
+            single, taken = prepare(1)
+            call(single, taken)
+            return Certificate(frozenset(), frozenset()), self._work(method, kwargs, first, splitter, single)
+        single, taken = prepare(1, 0)
+        alone = call(single, taken)
+        work = self._work(method, kwargs, first, splitter, single)
+        other = call(*prepare(0, 1))
+        fewer, taken = prepare(*FEWER, single=single.log)
+        record = ShapeRecord(fewer)
+        _check_rows(call(fewer, taken, record), alone, other, FEWER)
+        meetings = zip(fewer.log, single.log, strict=True)
+        certificate = _certificate([(name, size, one) for (name, size, _), (_, one, _) in meetings], fewer.per_task)
+        more, taken = prepare(*MORE, certificate=certificate)
+        order = RowOrderProbe(more, self.model, [tensor for _, tensor in _tensors(taken)], record)
+        _check_rows(call(more, taken, order), alone, other, MORE)
+        certificate = _with_computed(certificate, fewer, more) if fewer.computed else certificate
+        return replace(certificate, functions=frozenset(order.seen)), work
 
     def _work(
         self, method: str, kwargs: Mapping[str, Any], segment: Segment, splitter: Splitter, single: MixedCall
@@ -149,16 +161,17 @@ class MixedModel:
             self._call("forward", step, single)
         return Work.of_log(single.log, self.recovery, input_size)
 
-    def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall) -> Any:
+    def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall, watch: Watch | None = None) -> Any:
         if hasattr(self._wrapped, "generation_config"):  # the original's may have been replaced since it was copied
             self.model.generation_config = self._wrapped.generation_config
 
         def run() -> Any:
-            if method == "forward":
-                return _plain(call, self.model(**kwargs))
-            entered = getattr(self.model, method)
-            # `generate` moves the rows of beams itself, and enters the model through what is watched.
-            return _plain(call, (entered if method == "generate" else watched(entered))(**kwargs))
+            with watch or nullcontext():
+                if method == "forward":
+                    return _plain(call, self.model(**kwargs))
+                entered = getattr(self.model, method)
+                # `generate` moves the rows of beams itself, and enters the model through what is watched.
+                return _plain(call, (entered if method == "generate" else watched(entered))(**kwargs))
 
         return within(call, run)
 
@@ -251,18 +264,18 @@ def _certificate(meetings: list[tuple[Origin, int, int]], per_task: set[str]) ->
     return Certificate(frozenset(rows), frozenset({origin for origin, _ in free} - rows), frozenset(per_task))
 
 
-def _with_computed(named: Certificate, pair: MixedCall, doubled: MixedCall) -> Certificate:
-    """Extend a certificate by values computed from parameters, from a call on two rows and one on four.
+def _with_computed(named: Certificate, fewer: MixedCall, more: MixedCall) -> Certificate:
+    """Extend a certificate by values computed from parameters, from calls on fewer and on more rows.
 
     Both calls assumed that a tensor has rows where its shape and size allow it; refuse the model where that was wrong.
     """
     meetings: list[tuple[Origin, int, int]] = []
-    for (origin, two, could), (same, four, _) in zip(pair.computed, doubled.computed, strict=True):
-        has_rows = four == 2 * two and two > 0
-        guessed = [could and size > 1 and size % rows == 0 for size, rows in ((two, 2), (four, 4))]
-        if origin != same or not (has_rows or two == four) or guessed != [has_rows, has_rows]:
-            raise MixedUnsupported("A value computed from parameters meets a tensor whose rows cannot be told apart.")
-        meetings.append((origin, four, two))
+    for (origin, small, could), (same, large, _) in zip(fewer.computed, more.computed, strict=True):
+        has_rows = large * fewer.rows == small * more.rows and small > 0
+        guessed = [could and size > 1 and size % call.rows == 0 for size, call in ((small, fewer), (large, more))]
+        if origin != same or not (has_rows or small == large) or guessed != [has_rows, has_rows]:
+            raise MixedUnsupported("a value computed from parameters meets a tensor whose rows cannot be told apart.")
+        meetings.append((origin, large, small))
     found = _certificate(meetings, set())
     return replace(named, rows=named.rows | found.rows, row_free=named.row_free | found.row_free)
 
@@ -314,32 +327,37 @@ def _tensors(value: Any, name: str = "output") -> list[tuple[str, Tensor]]:
     return []
 
 
-def _check_row(together: Any, alone: Any, row: int) -> None:
-    """Refuse a model for which a row of a pair differs from the row alone."""
-    for (name, pair), (_, single) in zip(_tensors(together), _tensors(alone), strict=True):
-        if not pair.is_floating_point() or (name.endswith("loss") and pair.ndim == single.ndim == 0):
+def _check_rows(together: Any, alone: Any, other: Any, counts: tuple[int, int]) -> None:
+    """Refuse a model for which a row of two tasks' rows together differs from the same row alone."""
+    for row in range(sum(counts)):
+        _check_row(together, alone if row < counts[0] else other, row, sum(counts))
+
+
+def _check_row(together: Any, alone: Any, row: int, rows: int) -> None:
+    for (name, all_rows), (_, single) in zip(_tensors(together), _tensors(alone), strict=True):
+        if not all_rows.is_floating_point() or (name.endswith("loss") and all_rows.ndim == single.ndim == 0):
             continue
-        found = _row_of(name, pair.float(), single.shape, row)
+        found = _row_of(name, all_rows.float(), single.shape, row, rows)
         # A narrower head is padded next to a wider one.
         inside = tuple(slice(size) for size in single.shape)
         own, outside = found[inside], found.numel() - single.numel()
         if own.shape != single.shape or (found == -float("inf")).sum() < outside:
-            raise MixedUnsupported(f"{name!r} has the shape {tuple(pair.shape)} for two rows.")
+            raise MixedUnsupported(f"{name!r} has the shape {tuple(all_rows.shape)} for {rows} rows.")
         own, expected = own.nan_to_num(), single.float().nan_to_num()
         scale = expected.abs().max().clamp(min=1e-6)
         if not (own - expected).abs().max() <= PROBE_TOLERANCE * scale:
-            raise MixedUnsupported(f"{name!r} of two rows together differs from each row alone.")
+            raise MixedUnsupported(f"{name!r} of {rows} rows together differs from each row alone.")
 
 
-def _row_of(name: str, pair: Tensor, single: torch.Size, row: int) -> Tensor:
-    """Return one row of the output of two rows, in the shape it has alone.
+def _row_of(name: str, all_rows: Tensor, single: torch.Size, row: int, rows: int) -> Tensor:
+    """Return one row of the output of several, in the shape it has alone.
 
     Rows lead, or there is one value per task, or rows come second (the logits of texts), or one value serves all rows.
     """
-    if pair.ndim == len(single) > 0 and len(pair) == 2 * single[0]:
-        return pair[row * single[0] : (row + 1) * single[0]]
-    if pair.ndim == len(single) + 1 and len(pair) == 2:
-        return pair[row]
-    if name in COLUMN_FIELDS and pair.ndim == 2:
-        return pair[:, row : row + 1]
-    return pair
+    if all_rows.ndim == len(single) > 0 and len(all_rows) == rows * single[0]:
+        return all_rows[row * single[0] : (row + 1) * single[0]]
+    if all_rows.ndim == len(single) + 1 and len(all_rows) == rows:
+        return all_rows[row]
+    if name in COLUMN_FIELDS and all_rows.ndim == 2:
+        return all_rows[:, row : row + 1]
+    return all_rows
