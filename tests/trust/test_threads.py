@@ -270,6 +270,7 @@ def test_many_calls_pile_up_nothing(tmp_path):
 
 def test_a_refusal_is_remembered_without_what_it_has_met(monkeypatch):
     from retex_hf.execution.mixed import MixedModel, MixedUnsupported
+    from retex_hf.rows import Splitter
 
     class Large:
         pass
@@ -290,7 +291,7 @@ def test_a_refusal_is_remembered_without_what_it_has_met(monkeypatch):
     for _ in range(5):
         model(**inputs, task=[*TASKS, *TASKS])
         with pytest.raises(MixedUnsupported) as refused:
-            model.expert_cache.get("mixed", lambda: None).probe("forward", {}, [], None)
+            model.expert_cache.get("mixed", lambda: None).probe("forward", {}, [], Splitter(0, frozenset()))
         depths.append(len(refused.traceback))
     assert len(met) == 2  # one for each kind of call
     assert all(reference() is None for reference in met)

@@ -66,8 +66,7 @@ class MixedCall:
     `certificate` says which tensors have rows. A probe (`is_probe`) collects in `log` the leading sizes that each
     parameter meets, in `computed` the same for values computed from parameters, and in `per_task` the outputs that have
     one value per task; `single` is the log of a call on one row to compare with. `repeats` is set for `generate`, which
-    uses every parameter many times. `is_watched` is set while the code of
-    the model itself runs.
+    uses every parameter many times. `watched` counts the calls of the model's own code that are under way.
     """
 
     segments: list[Segment]
@@ -78,7 +77,7 @@ class MixedCall:
     computed: list[tuple[int, int, bool]] = field(default_factory=list)
     per_task: set[str] = field(default_factory=set)
     repeats: bool = False
-    is_watched: bool = False
+    watched: int = 0
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -208,14 +207,14 @@ def is_running() -> bool:
 def unwatched() -> Iterator[None]:
     """Run code that is not the model's own, and may select rows."""
     call = _current.get()
-    before = call is not None and call.is_watched
-    if call is not None:
-        call.is_watched = False
+    if call is None:
+        yield
+        return
+    before, call.watched = call.watched, 0
     try:
         yield
     finally:
-        if call is not None:
-            call.is_watched = before
+        call.watched = before
 
 
 def within(call: MixedCall, run: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ from ..assignment import Group
 from ..expert_cache import ExpertCache, copy_with, is_plain, names_of
 from .call import Certificate, MixedCall, MixedUnsupported, Origin, Segment, within
 from .cost import Work
-from .row_order import RowOrder, RowOrderProbe, ShapeRecord, watched
+from .row_order import RowOrder, RowOrderProbe, ShapeRecord, watch, watched
 from .side_path import beside
 from .sources import Head, Recovered, TensorSource
 from .task_tensor import TaskTensor
@@ -125,11 +125,11 @@ class MixedModel:
                     rows += [at[id(part)]] * count
             return own, splitter.take(kwargs, torch.tensor(rows))
 
-        def call(own: MixedCall, taken: dict[str, Any], watch: Watch | None = None) -> Any:
+        def call(own: MixedCall, taken: dict[str, Any], watching: Watch | None = None) -> Any:
             if method != "generate":
-                return self._call(method, taken, own, watch)
+                return self._call(method, taken, own, watching)
             settings = getattr(self._wrapped, "generation_config", None)
-            return self._call(method, _two_steps(taken, settings), own, watch)["logits"]
+            return self._call(method, _two_steps(taken, settings), own, watching)["logits"]
 
         if first is second:
             single, taken = prepare(1)
@@ -161,17 +161,15 @@ class MixedModel:
             self._call("forward", step, single)
         return Work.of_log(single.log, self.recovery, input_size)
 
-    def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall, watch: Watch | None = None) -> Any:
+    def _call(self, method: str, kwargs: dict[str, Any], call: MixedCall, watching: Watch | None = None) -> Any:
         if hasattr(self._wrapped, "generation_config"):  # the original's may have been replaced since it was copied
             self.model.generation_config = self._wrapped.generation_config
 
         def run() -> Any:
-            with watch or nullcontext():
-                if method == "forward":
-                    return _plain(call, self.model(**kwargs))
-                entered = getattr(self.model, method)
-                # `generate` moves the rows of beams itself, and enters the model through what is watched.
-                return _plain(call, (entered if method == "generate" else watched(entered))(**kwargs))
+            entered = self.model if method == "forward" else getattr(self.model, method)
+            # `generate` moves the rows of beams itself, and enters the model through what is watched.
+            with watching or nullcontext(), nullcontext() if method in ("forward", "generate") else watched():
+                return _plain(call, entered(**kwargs))
 
         return within(call, run)
 
@@ -208,7 +206,7 @@ def _copy(
     # `generate` calls the encoder of an encoder-decoder itself.
     is_two_part = getattr(getattr(copied, "config", None), "is_encoder_decoder", False)
     for entered in [copied, *([copied.get_encoder()] if is_two_part else [])]:  # type: ignore[operator]  # transformers'
-        entered.forward = watched(entered.forward)
+        watch(entered)
     return copied
 
 

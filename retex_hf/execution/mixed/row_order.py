@@ -10,8 +10,8 @@ probes did not see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class RowOrder(TorchFunctionMode):
         self._call, self._seen = call, seen
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._call.is_watched and (func not in self._seen or func in _INDEXING):
+        if self._call.watched and (func not in self._seen or func in _INDEXING):
             name = name_of(func)
             known = _form(name, args) in self._seen if name in INDEXING else name in IN_THEIR_PLACES
             if not known:
@@ -84,7 +84,7 @@ class ShapeRecord(TorchFunctionMode):
         self.functions: list[tuple[str, list[torch.Size]]] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._call.is_watched and (name := name_of(func)) not in DESCRIPTIONS:
+        if self._call.watched and (name := name_of(func)) not in DESCRIPTIONS:
             self.functions.append((name, [tensor.shape for tensor in _plain(args, kwargs)]))
         return func(*args, **(kwargs or {}))
 
@@ -108,7 +108,7 @@ class RowOrderProbe(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name, given = name_of(func), _plain(args, kwargs)
-        if self._call.is_watched and name not in DESCRIPTIONS:
+        if self._call.watched and name not in DESCRIPTIONS:
             axes = self._row_axes(name, given)
             for tensor, own in zip(given, axes, strict=True):
                 if own and self._depends(tensor) and not _memory([tensor]) <= self._known:
@@ -209,19 +209,29 @@ class RowOrderProbe(TorchFunctionMode):
         return None
 
 
-def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a model whose torch functions are judged by the watch over the order of rows."""
+def watch(module: nn.Module) -> None:
+    """Let the torch functions of a module's calls be judged."""
+    # Hooks, because a wrapped `forward` would hold the module, and the module it.
+    module.register_forward_pre_hook(_begin, prepend=True)
+    module.register_forward_hook(_end, always_call=True)
 
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        call = current_call()
-        before, call.is_watched = call.is_watched, True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            call.is_watched = before
 
-    return run
+@contextmanager
+def watched() -> Iterator[None]:
+    """Let the torch functions of a block be judged."""
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
+def _begin(*_: Any) -> None:
+    current_call().watched += 1
+
+
+def _end(*_: Any) -> None:
+    current_call().watched -= 1
 
 
 def _parts(index: Any, ndim: int) -> Iterable[tuple[Any, frozenset[int]]]:
