@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
+import corrupted
 import far_inputs
 import pytest
 import routing_rules
@@ -59,3 +60,20 @@ def test_the_default_rule_identifies_corrupted_rows_best_and_is_nowhere_the_wors
             assert conditions[routing_rules.DEFAULT][part] >= conditions[routing_rules.BEFORE][part]
         best = max(found["corrupted"] for found in conditions.values())
         assert conditions[routing_rules.DEFAULT]["corrupted"] == best
+
+
+def test_accuracy_on_corrupted_images_is_that_of_the_results():
+    records = json.loads((RESULTS / "corrupted_vision8.json").read_text(encoding="utf-8"))["rows"]
+    text = corrupted.as_markdown(records)
+    assert (RESULTS / "corrupted_vision8.md").read_text(encoding="utf-8").strip() == text.strip()
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text.split("\n\n", 1)[1].strip() in page
+    bad = [record for record in records if record["kind"] != corrupted.CLEAN]
+    leads = sorted(record["ReTeX, task unknown"] - record["average, head given"] for record in bad)
+    costs = sorted(record["ReTeX, oracle"] - record["ReTeX, task unknown"] for record in bad)
+    said = " ".join(page.split())
+    assert (
+        f"in all {sum(lead > 0 for lead in leads)} conditions; under spatter at severity 5 by {leads[0]:.4f} only"
+        in said
+    )
+    assert f"costs at most {costs[-2]:.4f}, but {costs[-1]:.4f} under spatter" in said
