@@ -4,7 +4,8 @@
 
 Batches mix the rows of all tasks, which are identified from the inputs; experts are cached. Weights are random, in real
 shapes: time does not depend on them. All variants alternate in one process; the table has the median of the ratios to
-the static pass of the same round, and their quartiles. Run it on an idle machine. Writes `--out`, and beside it `.md`.
+the static pass of the same round, and their quartiles. Run it on an idle machine. Writes `--out`, and beside it
+`.md`; shapes that are in this file already, measured with the same settings, stay in it.
 """
 
 from __future__ import annotations
@@ -119,12 +120,20 @@ def main() -> None:
     quiet()
     chosen = {name: shape for name, shape in SHAPES.items() if arguments.only in name}
     settings = {"threads": arguments.threads, "repeats": arguments.repeats, "rank": RANK}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = finished(arguments.out, settings)
     for name, shape in tqdm(chosen.items(), desc="shapes"):
         found[name] = measure(shape, arguments.repeats)
         arguments.out.write_text(json.dumps({**settings, "shapes": found}, indent=1) + "\n", encoding="utf-8")
         arguments.out.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
     print("\n" + markdown(found))
+
+
+def finished(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes that an earlier run with these settings has measured, in the order of `SHAPES`."""
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if {key: before.get(key) for key in settings} != settings:
+        return {}
+    return {name: before["shapes"][name] for name in SHAPES if name in before["shapes"]}
 
 
 def measure(shape: Shape, repeats: int) -> dict[str, Any]:

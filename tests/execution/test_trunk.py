@@ -209,6 +209,12 @@ def left_padded(rows: int) -> dict[str, Tensor]:
     return {name: value.flip(1) for name, value in tokens(rows).items()}
 
 
+def unpadded(rows: int) -> dict[str, Tensor]:
+    """Rows without padding, for which `generate` counts positions row by row, and a forward pass once for all."""
+    ids = tokens(rows)["input_ids"].clamp(min=3)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def lengths_seen(model: RetexModel, blocks: tuple[str, ...]) -> dict[str, list[int]]:
     """How many positions each of these blocks is called with, from now on."""
     seen: dict[str, list[int]] = {block: [] for block in blocks}
@@ -224,7 +230,7 @@ def lengths_seen(model: RetexModel, blocks: tuple[str, ...]) -> dict[str, list[i
 
 @torch.no_grad()
 @pytest.mark.parametrize("execution", ["grouped", "auto"])
-@pytest.mark.parametrize("make", [tokens, left_padded])
+@pytest.mark.parametrize("make", [tokens, left_padded, unpadded])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_reads_the_prompt_once(name, make, execution):
     model, experts = decoder(name)
@@ -235,7 +241,7 @@ def test_a_decoder_reads_the_prompt_once(name, make, execution):
     routed = assert_generates(model, experts, inputs)
     groups = len(set(routed.routing.tasks))
     assert groups > 1
-    if execution == "grouped" and make is left_padded:
+    if execution == "grouped" and make is not tokens:
         seen = lengths_seen(model, DECODERS[name])
         assert torch.equal(model.generate(**inputs, **GREEDY), routed)
         first, second = seen.values()
@@ -338,7 +344,8 @@ def test_gradients_reach_the_inputs():
         rows = rows_of(output, task)
         again = behind_trunk(model, experts[task], task)(inputs_embeds=embeds[rows])
         expected = torch.autograd.grad(again.last_hidden_state.square().sum(), embeds)[0]
-        torch.testing.assert_close(gradient[rows], expected[rows], **CLOSE)
+        largest = expected.abs().max()  # rounding is relative to the terms that are summed up
+        torch.testing.assert_close(gradient[rows] / largest, expected[rows] / largest, **CLOSE)
 
 
 @torch.no_grad()

@@ -65,14 +65,17 @@ class RowOrder(TorchFunctionMode):
     def __init__(self, call: MixedCall, seen: frozenset[Seen]) -> None:
         super().__init__()
         self._call, self._seen = call, seen
+        # This runs for every function of every step of `generate`.
+        self._known = set(seen - _INDEXING)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._call.watched and (func not in self._seen or func in _INDEXING):
+        if func not in self._known and self._call.watched:
             name = name_of(func)
-            known = _form(name, args) in self._seen if name in INDEXING else name in IN_THEIR_PLACES
-            if not known:
+            if name not in INDEXING and name in IN_THEIR_PLACES:
+                self._known.add(func)
+            elif name not in INDEXING or _form(name, args) not in self._seen:
                 raise MixedUnsupported(f"the model calls {name}, which it did not do in a probe.")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class ShapeRecord(TorchFunctionMode):

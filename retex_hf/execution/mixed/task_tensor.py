@@ -10,6 +10,7 @@ fused kernels) fails instead of computing wrong results. A model is computed exa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -262,6 +263,7 @@ def flat(values: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in flat(value)] if isinstance(values, (list, tuple)) else []
 
 
+@lru_cache(maxsize=1024)  # called for every function that meets a parameter
 def name_of(func: Callable) -> str:
     # An attribute such as `.dtype` arrives as the `__get__` of its descriptor.
     name = getattr(func, "__name__", str(func))
