@@ -1,8 +1,8 @@
-"""Identification and accuracy on corrupted images.
+"""Identification and accuracy on corrupted images or texts.
 
     python examples/benchmarks/corrupted.py --recipe examples/recipes/experiments/vision8.yaml --severities 1 3 5
 
-Only test images are corrupted; merging, recovery and reference inputs use clean ones. For ReTeX the table has the
+Only test inputs are corrupted; merging, recovery and reference inputs use clean ones. For ReTeX the table has the
 identification of the task, the accuracy with oracle routing and the accuracy with the task unknown; for the merged
 models the accuracy under the given head, as in the paper, and with the head chosen. Methods that the recipe names
 replace the merged models. Writes `corrupted.{json,md,png}`. 50 test rows per task are used unless `--rows` says
@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import corruptions
 import numpy as np
-from corruptions import KINDS, corrupt
+import text_corruptions
 from experiment import RETEX, MethodSpec, Study, lines_figure, load, markdown_table, pack, parse, run, unpack, write
 from matplotlib.figure import Figure
 from measuring import accuracy, identification, run_each
@@ -34,18 +35,24 @@ MERGED = ("average", "AdaMerging")
 
 
 def corrupted_task(data: TaskData, kind: str, severity: int, seed: int) -> TaskData:
-    """Return a task with corrupted images, each with its own random draw; arrays stay arrays and pictures pictures."""
+    """Return a task with corrupted inputs, each with its own random draw; arrays stay arrays and pictures pictures."""
+    if has_texts(data) and kind in text_corruptions.KINDS:
+        return replace(data, inputs=text_corruptions.corrupt_texts(data.inputs, kind, severity, seed))
     inputs = []
     for row, image in enumerate(data.inputs):
         picture = isinstance(image, Image.Image)
         pixels = np.asarray(image.convert("RGB")) if picture else image
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
             raise InputError(
-                f"Task {data.name!r}: corruptions need images, and input {row} is a {type(image).__name__}."
+                f"Task {data.name!r}: corruption {kind!r} needs images, and input {row} is a {type(image).__name__}."
             )
-        changed = corrupt(pixels[None], kind, severity, seed + row)[0]
+        changed = corruptions.corrupt(pixels[None], kind, severity, seed + row)[0]
         inputs.append(Image.fromarray(changed) if picture else changed)
     return replace(data, inputs=inputs)
+
+
+def has_texts(data: TaskData) -> bool:
+    return isinstance(data.inputs[0], str)
 
 
 class Fitted:
@@ -90,7 +97,7 @@ def main() -> None:
     recipe, arguments = parse(
         __doc__,
         "vision8.yaml",
-        kinds={"nargs": "+", "choices": list(KINDS), "default": list(KINDS), "help": "of corruption"},
+        kinds={"nargs": "+", "choices": [*corruptions.KINDS, *text_corruptions.KINDS], "help": "default: all that fit"},
         severities={"nargs": "+", "type": int, "choices": range(1, 6), "default": list(SEVERITIES), "help": "1 to 5"},
         merges={
             "nargs": "*",
@@ -101,7 +108,8 @@ def main() -> None:
     )
     work = arguments.work_dir
     study = load(recipe.with_rows(arguments.rows or ROWS), work, mirror=arguments.mirror)
-    conditions = [(CLEAN, 0), *((kind, severity) for severity in arguments.severities for kind in arguments.kinds)]
+    kinds = arguments.kinds or (text_corruptions.KINDS if has_texts(study.tests[0]) else corruptions.KINDS)
+    conditions = [(CLEAN, 0), *((kind, severity) for severity in arguments.severities for kind in kinds)]
     methods, fitted = specs(study, learn_merges(study, work, arguments.merges)), Fitted(study)
     cells: dict[str, tuple[Any, Callable[[], Any]]] = {}
     for spec in methods:
@@ -126,11 +134,11 @@ def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
     """Format a table with one row per test set."""
     names = [name for name in records[0] if name not in ("kind", "severity")]
     rows = [[r["kind"], r["severity"] or None, *(r[name] for name in names)] for r in records]
-    return "## Corrupted images\n\n" + markdown_table(["test set", "severity", *names], rows)
+    return "## Corrupted inputs\n\n" + markdown_table(["test set", "severity", *names], rows)
 
 
 def as_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot a panel per column of the table, a line per corruption over severity; clean images are severity 0."""
+    """Plot a panel per column of the table, a line per corruption over severity; clean inputs are severity 0."""
     names = [name for name in records[0] if name not in ("kind", "severity") and records[0][name] is not None]
     clean, kinds = records[0], list(dict.fromkeys(r["kind"] for r in records if r["kind"] != CLEAN))
     panels = {}

@@ -19,7 +19,7 @@ import corruptions
 import text_corruptions
 import torch
 from cells import cell_name
-from corrupted import CLEAN, corrupted_task
+from corrupted import CLEAN, corrupted_task, has_texts
 from experiment import Study
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -83,21 +83,13 @@ class StudyFeatures:
 
 def conditions(study: Study) -> list[tuple[str, int]]:
     """Return the kinds of test rows with their severities; clean ones first."""
-    kinds = text_corruptions.KINDS if _is_text(study.tests[0].inputs) else corruptions.KINDS
+    kinds = text_corruptions.KINDS if has_texts(study.tests[0]) else corruptions.KINDS
     return [(CLEAN, 0), *((kind, severity) for kind in kinds for severity in SEVERITIES)]
 
 
 def corrupted(data: TaskData, kind: str, severity: int, seed: int) -> Sequence[Any]:
     """Return a task's inputs in one condition."""
-    if kind == CLEAN:
-        return data.inputs
-    if _is_text(data.inputs):
-        return text_corruptions.corrupt_texts(data.inputs, kind, severity, seed)
-    return corrupted_task(data, kind, severity, seed).inputs
-
-
-def _is_text(inputs: Sequence[Any]) -> bool:
-    return isinstance(inputs[0], str)
+    return data.inputs if kind == CLEAN else corrupted_task(data, kind, severity, seed).inputs
 
 
 def stored(study: Study, work: Path, rows: int, source: str = "average") -> StudyFeatures:

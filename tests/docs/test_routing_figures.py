@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmar
 import corrupted
 import far_inputs
 import pytest
+import routing_cost
 import routing_rules
 import routing_summary
 
@@ -77,3 +78,11 @@ def test_accuracy_on_corrupted_images_is_that_of_the_results():
         in said
     )
     assert f"costs at most {costs[-2]:.4f}, but {costs[-1]:.4f} under spatter" in said
+
+
+def test_the_table_of_costs_is_that_of_the_results():
+    found = json.loads((RESULTS / "routing_cost.json").read_text(encoding="utf-8"))
+    text = routing_cost.markdown(found["shapes"])
+    assert (RESULTS / "routing_cost.md").read_text(encoding="utf-8") == text
+    assert list(found["shapes"]) == list(routing_cost.SHAPES)
+    assert text.strip() in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -338,9 +338,11 @@ def test_corrupted_task_keeps_its_answers_and_kind():
     assert (alone.inputs[0] == arrays.inputs[0]).all()
 
 
-def test_texts_cannot_be_corrupted():
-    with pytest.raises(InputError, match="Task 'news': corruptions need images, and input 0 is a str"):
-        corrupted.corrupted_task(TaskData("news", ["a text"], [0]), "jpeg", 1, seed=0)
+def test_texts_are_corrupted_as_texts_only():
+    news = TaskData("news", ["where is the dog now"], [0])
+    assert corrupted.corrupted_task(news, "truncation", 3, seed=0).inputs == ["where is"]
+    with pytest.raises(InputError, match="Task 'news': corruption 'jpeg' needs images, and input 0 is a str"):
+        corrupted.corrupted_task(news, "jpeg", 1, seed=0)
 
 
 # From the command line
