@@ -164,6 +164,7 @@ class RetexConfig:
         vocabulary: Vocabulary of each task, where vocabularies differ: its `size`, its own `token_ids`, and whether it
             has its own `tokenizer`; filled in on build.
         trunk: The shared trunk and its cost, filled in by `fit_signatures`.
+        task_bytes: Bytes of `storage` for each task, filled in on build: `add_task` gives one more task as many.
 
     Example:
         >>> from retex_hf import RetexConfig
@@ -206,6 +207,7 @@ class RetexConfig:
     labels: dict[str, dict[str, Any]] = field(default_factory=dict)
     vocabulary: dict[str, dict[str, Any]] = field(default_factory=dict)
     trunk: dict[str, Any] | None = None
+    task_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.merge, os.PathLike):
@@ -535,6 +537,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a dict of task name to {"size": a number of tokens, "token_ids": {"pad_token_id": a number below it, ...}, '
         '"tokenizer": True or False}',
     ),
+    "task_bytes": (lambda v: v is None or (_is_number(v) and 0 < v < math.inf), "a number above 0, or None"),
     "trunk": (
         lambda v: _is_trunk(v),
         'None, or {"junction": a module name, "axis": a negative number, "parameters": names, "cached": True or False, '

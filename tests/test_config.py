@@ -35,6 +35,7 @@ ALLOWED = {
     "identification": ["whitened", "residual"],
     "shared_trunk": [True, False, "auto"],
     "trunk_tolerance": [0, 0.01, 1],
+    "task_bytes": [None, 1, 12_500.5],
     "trunk": [None, TRUNK, {**TRUNK, "cost": {"red": {"change": 0.1, "agreement": 1.0}}}],
     "feature_layer": ["auto", "encoder.layer.3", 0, -1],
     "feature_pooling": ["mean", "first", "last"],
@@ -70,6 +71,7 @@ REFUSED = {
     "signatures": ["weight", "", None, True],
     "shared_trunk": [1, "yes", None],
     "trunk_tolerance": [-0.1, 1.1, "1%", None],
+    "task_bytes": [0, -1, NAN, INF, True, "1KB"],
     "trunk": [
         {},
         {"replayed": True},

@@ -21,7 +21,7 @@ from ..errors import ConfigError, brief
 from ..recovery import TrainingConfig
 from ..utils.strict_files import read_yaml
 
-FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "trunk"}
+FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "vocabulary", "trunk", "task_bytes"}
 # Fields that determine where results go, but not the results.
 OF_THE_RUN = {"output_dir", "push_to_hub", "log_with", "cpu", "analyse", "device"}
 # Fields that determine how reference inputs are read.

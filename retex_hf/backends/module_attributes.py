@@ -27,6 +27,7 @@ NOT_COMPUTED = re.compile(
     r"|pretrained_cfg|default_cfg|timm_config|open_clip_config|image_mean|image_std|preprocess_cfg|sample_size"
     r"|_?name_or_path|_commit_hash|hf_device_map|_(is_)?hf_.*|_old_forward|_version|_compiled_call_impl"
     r"|_(is_)?(fsdp|ddp)_.*|_flat_weight.*|_all_weights|processor_class"
+    r"|_of_retex"  # the mark of a model that a `RetexModel` wraps
     r"|global_step|current_step|step|_?step_count|(current_|last_|global_)?epoch|num_updates|num_batches_tracked"
 )
 # Affixes of diffusers' attention processors that compute the same with different kernels.

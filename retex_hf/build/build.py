@@ -303,8 +303,10 @@ def _construct(
         energies=energies,
     )
     history = History()
+    config = dataclasses.replace(config, task_bytes=None)  # of this build, not of one that it was copied from
     if config.storage is not None:
         budget = storage_bytes(config.storage, blueprint.body_bytes * len(experts.tasks))
+        config = dataclasses.replace(config, task_bytes=budget / len(experts.tasks))
         recovery, errors = solve_storage(targets, config, inventory.convolutions, budget, context)
     elif training is None:
         layouts = plan_layouts(targets, config, inventory.convolutions)

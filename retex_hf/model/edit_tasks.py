@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -39,7 +38,7 @@ from ..checkpoints import (
 )
 from ..checkpoints.tokenizer_files import tokenizer_folder
 from ..checkpoints.vocabulary import align_vocabulary, aligned_view, describe_vocabulary
-from ..config import matches, storage_bytes
+from ..config import RetexConfig, matches
 from ..errors import CheckpointError, ConfigError, RetexError, TaskError, brief, shorten
 from ..execution import copy_with, task_index
 from ..execution.choice import find_fixed
@@ -150,7 +149,7 @@ def add_task(
                 read,
                 joining,
                 inventory.convolutions,
-                budget=_budget(parts, experts, inventory),
+                budget=_budget(config, tolerance),
                 weighting=config.weighting,
                 tolerance=tolerance,
                 progress=progress,
@@ -443,12 +442,14 @@ def _joining(
     return joining
 
 
-def _budget(parts: RetexParts, experts: ExpertSet, inventory: Inventory) -> float:
+def _budget(config: RetexConfig, tolerance: float | None) -> float:
     """Return the bytes that one more task may take: as many as each of the others was given."""
-    like, tasks = parts.model.state_dict(), len(parts.config.tasks)
-    body = sum(prod(inventory.shapes[name]) * like[name].element_size() for name in experts.names)
-    assert parts.config.storage is not None
-    return storage_bytes(parts.config.storage, tasks * body) / tasks
+    if config.task_bytes is None and tolerance is None:
+        raise RetexError(
+            "The model does not say how many bytes each of its tasks was given, because it was built by an earlier "
+            "version: give tolerance=, or build it again."
+        )
+    return config.task_bytes or 0.0
 
 
 def _tolerances(parts: RetexParts, joining: Mapping[str, Layout], tolerance: float | None) -> dict[str, float]:

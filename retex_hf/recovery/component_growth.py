@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import RetexError
 from ..utils.progress import track
 from .allocation import OWN, WHOLE, Directions, Kept, choose
 from .codes import pack, unpack
-from .components import COMPONENTS, ComponentGenerator, ComponentLayout, Runs, runs_of
+from .components import COMPONENTS, LARGEST_INDEX, ComponentGenerator, ComponentLayout, Runs, runs_of
 from .encoding import component_layout, encode_differences, missed_energy
 from .growth import Growth
 from .layout import Sides, matrix_sides
 from .module import RecoveryModule
-from .spectra import measure, ways_of
-from .storage import fitting
+from .spectra import INDEX_BITS, measure, ways_of
+from .storage import embedding_bytes, fitting
 from .targets import squared_norm
 from .weighting import task_weights
 
@@ -137,11 +138,17 @@ def add_to_components(
         expert, merged = read(name)
         found = ways_of(measure([expert - merged], sides[name], weights[name]), shapes[name], sides[name])
         if name in recovery:  # the other tasks are stored in one of the two ways already
-            way = OWN if recovery[name].layout.is_factored else WHOLE
+            layout = recovery[name].layout
+            way = OWN if layout.is_factored else WHOLE
             found = {way: found[way]}
+            if (
+                isinstance(layout, ComponentLayout) and way == OWN and not layout.owned
+            ):  # a column beside shared directions says which one it is for
+                found = {OWN: [replace(part, scale_bits=part.scale_bits + INDEX_BITS) for part in found[OWN]]}
         ways[name] = found
     if tolerance is None:
-        kept, _ = fitting(ways, shapes, sides, budget)
+        embedding = embedding_bytes(recovery.num_tasks + 1) - embedding_bytes(recovery.num_tasks)
+        kept, _ = fitting(ways, shapes, sides, budget - embedding)
     else:
         kept = _within(ways, tolerance)
     generators, growth = {}, Growth()
@@ -201,6 +208,12 @@ def _joined(recovery: RecoveryModule, name: str, new: ComponentGenerator, tasks:
     assert isinstance(generator, ComponentGenerator)  # all parameters have one form
     apart = TakenApart.of(generator)
     (own,) = added.tasks
+    directions = len(apart.right) + len(added.right)
+    if not apart.layout.owned and directions > LARGEST_INDEX:
+        raise RetexError(
+            f"{name!r} would have {directions} directions with one more task, and at most {LARGEST_INDEX} can be told "
+            "apart beside shared ones: give a larger tolerance=, or build the model again from all experts."
+        )
     own = replace(own, rows=[len(apart.right) + row for row in own.rows])
     joined = replace(apart, right=[*apart.right, *added.right], tasks=[*apart.tasks, own])
     return joined.put_together(generator.codes.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import count as counting
 from math import prod
@@ -22,6 +23,8 @@ from .targets import Targets
 from .weighting import task_weights
 from .work_sharing import BuildContext, run_dealt
 
+logger = logging.getLogger(__name__)
+
 
 def solve_storage(
     targets: Targets, config: RetexConfig, convolutions: frozenset[str], budget: float, context: BuildContext
@@ -31,7 +34,13 @@ def solve_storage(
     sides = {name: matrix_sides(shape, name in convolutions) for name, shape in shapes.items()}
     numbers = {name: float(prod(shape)) for name, shape in shapes.items()}
     weights = task_weights({name: targets.energies[name] for name in targets.names}, config.weighting)
-    embedding = targets.num_tasks**2 * 4
+    embedding = embedding_bytes(targets.num_tasks)
+    if budget <= embedding and targets.names:
+        logger.warning(
+            "RetexConfig.storage: nothing is recovered, because the embedding of %d tasks alone takes the %d bytes.",
+            targets.num_tasks,
+            budget,
+        )
     kept, layouts = _allocated(targets, shapes, sides, weights, budget - embedding, context)
     wanted = {
         f"{name}.{part}": TensorInfo(*info) for name, layout in layouts.items() for part, info in layout.stored.items()
@@ -60,6 +69,11 @@ def solve_storage(
         context, costs, work, "Solving", lambda name: list(generators[name].parameters()), context.at_once
     )
     return recovery, {name: (missed / energy) ** 0.5 if energy > 0 else 0.0 for name, (missed, energy) in found.items()}
+
+
+def embedding_bytes(tasks: int) -> int:
+    """Return the bytes of the embedding of so many tasks, which a budget includes."""
+    return 4 * tasks**2
 
 
 def _allocated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from peft import PeftModel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexModel
+from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexError, RetexModel
 from retex_hf.config import storage_bytes
-from retex_hf.recovery import ComponentGenerator
+from retex_hf.recovery import ComponentGenerator, component_growth
 from retex_hf.routing.weight_scores import Responses
 
 CHOSEN = ("bert-classifier", "t5", "gpt2", "vit", "resnet")
@@ -311,3 +312,76 @@ def test_an_added_task_keeps_its_tolerance_in_every_parameter(tolerance):
                 tensor[::7] += 5 * (tensor - base.state_dict()[name])[::7]
     added = model.add_task("new", new, tolerance=tolerance, progress=False)
     assert max(added.errors.values()) <= tolerance
+
+
+@pytest.mark.parametrize("storage", ["6%", "12KB"])
+def test_every_further_task_gets_as_many_bytes_as_those_before(storage):
+    """However many there are by then, whichever were deleted, and in whichever dtype the model was loaded."""
+    base = FAMILIES["gpt2"].make().eval()
+    experts = make_experts(base)
+    model, _ = build_from(base, experts, None, storage=storage)
+    share = model.retex_config.task_bytes
+    assert recovery_bytes(model) <= share * len(TASKS)
+    if storage == "12KB":
+        assert share == 12_000 / len(TASKS)
+    errors = []
+    for number in range(4):
+        before = recovery_bytes(model)
+        added = model.add_task(f"new {number}", perturb(base, seed=20 + number), progress=False)
+        assert 0.9 * share <= recovery_bytes(model) - before <= share
+        errors.append(sum(added.errors.values()) / len(added.errors))
+    assert max(errors) < 1.25 * min(errors)
+    for task in [*TASKS, "new 0"]:
+        model.delete_task(task)
+    before = recovery_bytes(model)
+    model.add_task("last", perturb(base, seed=30), progress=False)
+    assert 0.9 * share <= recovery_bytes(model) - before <= share
+
+
+def test_a_share_of_bytes_does_not_depend_on_the_dtype_that_a_model_is_loaded_in(tmp_path):
+    base = FAMILIES["gpt2"].make().eval()
+    build_from(base, make_experts(base), None, storage="6%")[0].save_pretrained(tmp_path / "artifact")
+    grown = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = RetexModel.from_pretrained(tmp_path / "artifact", dtype=dtype)
+        before = recovery_bytes(model)
+        model.add_task("new", perturb(base, seed=20), progress=False)
+        grown.append(recovery_bytes(model) - before)
+    assert abs(grown[0] - grown[1]) < 0.05 * grown[0]
+
+
+def test_a_model_that_does_not_know_its_share_asks_for_a_tolerance():
+    base = FAMILIES["bert"].make().eval()
+    model, _ = build_from(base, make_experts(base), None, storage=0.1)
+    parts = model.parts()
+    model = RetexModel(replace(parts, config=replace(parts.config, task_bytes=None)))
+    with pytest.raises(RetexError, match=r"was given, .*: give tolerance=, or build it again"):
+        model.add_task("new", perturb(base, seed=9), progress=False)
+    model.add_task("new", perturb(base, seed=9), tolerance=0.1, progress=False)
+
+
+def test_more_directions_than_an_index_can_number_are_refused(monkeypatch):
+    weight, common = torch.randn(64, 64), torch.randn(64, 64)
+
+    def make(own: float, seed: int) -> nn.Module:
+        module = nn.Sequential(nn.Linear(64, 64, bias=False))
+        module[0].weight.data = weight + 0.1 * common * (0.3 + seed % 5) + own * torch.randn(64, 64)
+        return module
+
+    base = nn.Sequential(nn.Linear(64, 64, bias=False))
+    base[0].weight.data = weight
+    experts = {f"task {seed}": make(1e-5, seed) for seed in range(4)}
+    model = RetexModel.from_experts(base, experts, RetexConfig(storage="3%"), progress=False)
+    assert not model.recovery["0.weight"].layout.owned
+    monkeypatch.setattr(component_growth, "LARGEST_INDEX", 100)
+    model.add_task("first", make(0.1, 7), tolerance=0, progress=False)
+    with pytest.raises(RetexError, match="'0.weight' would have .* directions with one more task, and at most 100 can"):
+        model.add_task("second", make(0.1, 8), tolerance=0, progress=False)
+    assert model.tasks == [*experts, "first"]
+
+
+def test_a_budget_that_the_embedding_takes_alone_is_warned_of(caplog):
+    base = FAMILIES["bert"].make().eval()
+    model, _ = build_from(base, make_experts(base), None, storage="10B")
+    assert not list(model.recovery)
+    assert "nothing is recovered, because the embedding of" in caplog.text
