@@ -57,6 +57,10 @@ def test_growing_numbers_of_tasks_are_those_of_the_results():
 
 def test_the_large_build_is_that_of_the_results():
     text = (bytes_summary.RESULTS / "large_build.md").read_text(encoding="utf-8")
-    _, _, _, seconds, _, memory, *_, stated, _ = next(line for line in text.splitlines() if "krylov" in line).split("|")
-    assert f"[{int(seconds):,} s]" in PAGE
-    assert f"a peak of {float(memory.removesuffix('GB ')):.1f} GB, directions within {stated.split()[5]} times" in PAGE
+    lines = [line for line in text.splitlines() if "krylov" in line and not line.startswith("`")]
+    assert len(lines) == 2
+    for line in lines:
+        _, _, _, seconds, _, memory, *_, stated, _ = line.split("|")
+        assert f"[{int(seconds):,} s]" in PAGE
+        what = "factors" if "rank" in line else "directions"
+        assert f"a peak of {float(memory.removesuffix('GB ')):.1f} GB, {what} within {stated.split()[5]} times" in PAGE

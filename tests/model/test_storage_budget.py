@@ -375,7 +375,7 @@ def test_more_directions_than_an_index_can_number_are_refused(monkeypatch):
     assert not model.recovery["0.weight"].layout.owned
     monkeypatch.setattr(component_growth, "LARGEST_INDEX", 100)
     model.add_task("first", make(0.1, 7), tolerance=0, progress=False)
-    with pytest.raises(RetexError, match="'0.weight' would have .* directions with one more task, and at most 100 can"):
+    with pytest.raises(RetexError, match=r"'0.weight' would have .* with one more task, and at most 100 can"):
         model.add_task("second", make(0.1, 8), tolerance=0, progress=False)
     assert model.tasks == [*experts, "first"]
 
