@@ -10,11 +10,14 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import corrupted
+import data_free
 import far_inputs
 import pytest
 import routing_cost
 import routing_rules
 import routing_summary
+import trunk
+from experiment import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -86,3 +89,29 @@ def test_the_table_of_costs_is_that_of_the_results():
     assert (RESULTS / "routing_cost.md").read_text(encoding="utf-8") == text
     assert list(found["shapes"]) == list(routing_cost.SHAPES)
     assert text.strip() in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_trunks_is_that_of_the_results():
+    rows = json.loads((RESULTS / "trunk_text8.json").read_text(encoding="utf-8"))["rows"]
+    text = markdown_table(trunk.COLUMNS, [list(row.values()) for row in rows])
+    assert (RESULTS / "trunk_text8.md").read_text(encoding="utf-8").strip() == text.strip()
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text.strip() in page
+    aligned, default = (
+        next(row["accuracy"] for row in rows if (row["layers"], row["trunk"]) == wanted)
+        for wanted in (("3 of 6", "aligned"), ("4 of 6, auto", "none"))
+    )
+    kept = f"aligned {aligned:.3f} is kept, where the default without a trunk (features of four blocks) keeps {default:.3f}"
+    assert kept in page
+
+
+def test_the_table_without_data_is_that_of_the_results():
+    found = json.loads((RESULTS / "data_free_text8.json").read_text(encoding="utf-8"))
+    text = data_free.markdown(found)
+    assert (RESULTS / "data_free_text8.md").read_text(encoding="utf-8").strip() == text.strip()
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text.split("\n\n", 1)[1].strip() in page
+    mean = {label: sum(of.values()) / len(of) for label, of in found["identified"].items()}
+    behind = 100 * (mean[data_free.SIGNATURES] - mean[data_free.SCORES])
+    ahead = 100 * (mean[data_free.SCORES] - max(mean[rival] for rival in data_free.RIVALS))
+    assert f"alone are {behind:.1f} points behind 64 references" in page and f"and {ahead:.1f} ahead of" in page
