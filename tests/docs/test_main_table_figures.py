@@ -61,3 +61,21 @@ def test_the_table_of_the_readme_is_a_part_of_it():
         assert cells == [cell for known, unknown, _, added in whole for cell in (known, unknown, added)], name
         shown += 1
     assert shown >= 6
+
+
+def test_fourteen_tasks_are_those_of_the_results():
+    methods = side_by_side.read(RESULTS / "text14.json")
+    text = (RESULTS / "text14.md").read_text(encoding="utf-8").split("## Task unknown\n", 1)[1]
+    lines = [line for line in text.split("Accuracy by task")[0].splitlines() if line.startswith("|")]
+    assert "\n".join(lines).replace("**", "") in (page := (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
+    found = {row["method"]: row for row in first_table(text)}
+    for name, row in found.items():
+        figures = methods[name]["modes"]["unknown"]
+        assert row["normalised"].split()[0] == f"{100 * figures['normalised']['value']:.1f}"
+        assert row["identified"] == f"{100 * figures['identification']['mean']['value']:.1f}"
+    leads = [
+        float(found[f"ReTeX, {count} references"]["identified"])
+        - float(found[f"Twin-Merging, {count} inputs"]["identified"])
+        for count in (64, 256)
+    ]
+    assert f"identifies {leads[0]:.1f} points more rows" in page and f"and {leads[1]:.1f} more with 256" in page
