@@ -164,7 +164,8 @@ class RetexConfig:
         vocabulary: Vocabulary of each task, where vocabularies differ: its `size`, its own `token_ids`, and whether it
             has its own `tokenizer`; filled in on build.
         trunk: The shared trunk and its cost, filled in by `fit_signatures`.
-        task_bytes: Bytes of `storage` for each task, filled in on build: `add_task` gives one more task as many.
+        task_bytes: Bytes of `storage` for each task, filled in on build: `add_task` gives one more task as many,
+            whatever `storage` is changed to later.
 
     Example:
         >>> from retex_hf import RetexConfig

@@ -38,6 +38,8 @@ def corrupted_task(data: TaskData, kind: str, severity: int, seed: int) -> TaskD
     """Return a task with corrupted inputs, each with its own random draw; arrays stay arrays and pictures pictures."""
     if has_texts(data) and kind in text_corruptions.KINDS:
         return replace(data, inputs=text_corruptions.corrupt_texts(data.inputs, kind, severity, seed))
+    if kind not in corruptions.KINDS:
+        raise InputError(f"Task {data.name!r}: corruption {kind!r} needs texts, and its inputs are images.")
     inputs = []
     for row, image in enumerate(data.inputs):
         picture = isinstance(image, Image.Image)

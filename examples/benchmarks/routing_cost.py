@@ -120,11 +120,14 @@ def main() -> None:
     quiet()
     chosen = {name: shape for name, shape in SHAPES.items() if arguments.only in name}
     settings = {"threads": arguments.threads, "repeats": arguments.repeats, "rank": RANK}
+    command = {"command": f"python examples/benchmarks/routing_cost.py --repeats {arguments.repeats}"}
     found: dict[str, Any] = finished(arguments.out, settings)
     for name, shape in tqdm(chosen.items(), desc="shapes"):
         found[name] = measure(shape, arguments.repeats)
         found = {one: found[one] for one in SHAPES if one in found}
-        arguments.out.write_text(json.dumps({**settings, "shapes": found}, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(
+            json.dumps({**command, **settings, "shapes": found}, indent=1) + "\n", encoding="utf-8"
+        )
         arguments.out.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
     print("\n" + markdown(found))
 
@@ -134,7 +137,8 @@ def finished(out: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     if {key: before.get(key) for key in settings} != settings:
         return {}
-    return {name: one for name, one in before["shapes"].items() if name in SHAPES}
+    found = before["shapes"].items()
+    return {name: one for name, one in found if name in SHAPES and one["layer"] == SHAPES[name].layer}
 
 
 def measure(shape: Shape, repeats: int) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
     right = models["routed"].identify(**{name: value for name, value in batch.items() if isinstance(value, Tensor)})
     identified = sum(task == tasks[row % shape.tasks] for row, task in enumerate(right.tasks)) / shape.rows
     ratios = {name: [own / static for own, static in zip(times[name], times["static"], strict=True)] for name in models}
-    return {"static": times["static"], "ratios": ratios, "identified": identified}
+    return {"layer": shape.layer, "static": times["static"], "ratios": ratios, "identified": identified}
 
 
 def fitted(retex: RetexModel, references: Mapping[str, Any], **options: Any) -> RetexModel:

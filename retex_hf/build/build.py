@@ -303,7 +303,6 @@ def _construct(
         energies=energies,
     )
     history = History()
-    config = dataclasses.replace(config, task_bytes=None)  # of this build, not of one that it was copied from
     if config.storage is not None:
         budget = storage_bytes(config.storage, blueprint.body_bytes * len(experts.tasks))
         config = dataclasses.replace(config, task_bytes=budget / len(experts.tasks))

@@ -226,6 +226,9 @@ def prepare(
         experts={task: source.provenance for task, source in sources.items()},
         labels=labels,
         vocabulary=vocabulary,
+        # Of this build, not of one that the configuration was copied from.
+        trunk=None,
+        task_bytes=None,
     )
     given = {"base": base, "experts": experts, "model_config": model_config, "check_base": check_base, "dtype": dtype}
     return Blueprint(filled, base_source, sources, model, library, inventory, expert_set, options, given, device)

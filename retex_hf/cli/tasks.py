@@ -29,7 +29,8 @@ class AddTaskOptions(DeviceOptions):
         max_length: Truncate texts to this many tokens. Default: as in the recipe, else the tokenizer's limit.
         seed: Seed of the draw of inputs.
         base: The base model; required for experts given as adapters.
-        tolerance: Maximum relative error before ranks grow. Default: the error of the other tasks.
+        tolerance: Relative error that the task may have in each parameter. Default: that of the other tasks; in an
+            artifact of a budget of bytes, as many bytes as each task of the build was given.
         output_dir: Write to another folder instead of changing this one.
     """
 

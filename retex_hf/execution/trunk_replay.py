@@ -146,8 +146,10 @@ def _is_same_start(recorded: list[Tensor], current: list[Tensor], rows: Tensor) 
     """Return whether a decoder's first block is called with what it was called with when the trunk was recorded: not in
     the later steps of `generate`, nor if that counts positions in another way."""
     own = [part if len(part) == 1 else part[rows.to(part.device)] for part in recorded]
+    if len(own) != len(current) or own[0].shape != current[0].shape:  # beams repeat the hidden states of one row, too
+        return False
     # `generate` counts positions row by row, where a forward pass may count them once for all rows.
-    return len(own) == len(current) and all(
+    return all(
         one.shape[1:] == other.shape[1:]
         and len(one) in (1, len(other))
         and torch.allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ bit. A new task gets directions of its own, also beside directions that other ta
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ from .spectra import INDEX_BITS, measure, ways_of
 from .storage import embedding_bytes, fitting
 from .targets import squared_norm
 from .weighting import task_weights
+
+logger = logging.getLogger(__name__)
 
 # Steps of the bisection of a price for a tolerance.
 STEPS = 60
@@ -148,6 +151,13 @@ def add_to_components(
         ways[name] = found
     if tolerance is None:
         embedding = embedding_bytes(recovery.num_tasks + 1) - embedding_bytes(recovery.num_tasks)
+        if budget <= embedding:
+            logger.warning(
+                "Nothing of the new task is recovered, because its rows of the task embedding alone take %d of the %d "
+                "bytes that every task was given: give tolerance=.",
+                embedding,
+                budget,
+            )
         kept, _ = fitting(ways, shapes, sides, budget - embedding)
     else:
         kept = _within(ways, tolerance)

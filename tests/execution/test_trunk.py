@@ -266,6 +266,7 @@ def test_other_ways_to_generate_run_the_trunk_again(name, options):
     model, experts = decoder(name)
     torch.manual_seed(3)
     assert_generates(model, experts, left_padded(ROWS), **options)
+    assert_generates(model, experts, unpadded(1), **options)
 
 
 @torch.no_grad()

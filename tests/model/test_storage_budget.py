@@ -385,3 +385,16 @@ def test_a_budget_that_the_embedding_takes_alone_is_warned_of(caplog):
     model, _ = build_from(base, make_experts(base), None, storage="10B")
     assert not list(model.recovery)
     assert "nothing is recovered, because the embedding of" in caplog.text
+    model.add_task("new", perturb(base, seed=9), progress=False)
+    assert "Nothing of the new task is recovered" in caplog.text
+    model.add_task("exact", perturb(base, seed=10), tolerance=0.01, progress=False)
+    assert relative_error(model, {"exact": perturb(base, seed=10)}, "exact") < 0.02
+
+
+def test_a_configuration_of_another_model_brings_neither_its_trunk_nor_its_share_of_bytes():
+    base = FAMILIES["bert"].make().eval()
+    trunk = {
+        "junction": "encoder.layer.0", "axis": -1, "parameters": [], "cached": False, "replayed": True, "cost": {}
+    }  # fmt: skip
+    model, _ = build_from(base, make_experts(base), None, rank=2, trunk=trunk, task_bytes=5.0)
+    assert model.retex_config.trunk is None and model.retex_config.task_bytes is None
