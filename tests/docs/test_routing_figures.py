@@ -130,3 +130,19 @@ def test_the_tables_without_data_are_those_of_the_results(suite):
     else:
         assert f"{100 * (references - weights):.1f} points behind, level with MASS" in said
         assert f"of eight image tasks {weights:.3f} ({references:.3f})" in guide
+
+
+def test_accuracy_on_corrupted_texts_is_that_of_the_results():
+    records = json.loads((RESULTS / "corrupted_text8.json").read_text(encoding="utf-8"))["rows"]
+    text = corrupted.as_markdown(records)
+    assert (RESULTS / "corrupted_text8.md").read_text(encoding="utf-8").strip() == text.strip()
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text.split("\n\n", 1)[1].strip() in page
+    bad = [record for record in records if record["kind"] != corrupted.CLEAN]
+    below = {
+        (record["kind"], record["severity"])
+        for record in bad
+        if record["ReTeX, task unknown"] <= record["average, head given"]
+    }
+    assert below == {("typos", 5), ("truncation", 5), ("cyrillic", 5)}
+    assert f"in {len(bad) - len(below)} of {len(bad)} conditions, and below it under typos" in page
