@@ -67,13 +67,18 @@ def test_the_default_rule_identifies_corrupted_rows_best_and_is_nowhere_the_wors
         assert conditions[routing_rules.DEFAULT]["corrupted"] == best
 
 
-def test_accuracy_on_corrupted_images_is_that_of_the_results():
-    records = json.loads((RESULTS / "corrupted_vision8.json").read_text(encoding="utf-8"))["rows"]
+def corrupted_of(suite: str) -> tuple[str, list[dict]]:
+    """Return the page and the corrupted conditions of a suite; its table is that of the results."""
+    records = json.loads((RESULTS / f"corrupted_{suite}.json").read_text(encoding="utf-8"))["rows"]
     text = corrupted.as_markdown(records)
-    assert (RESULTS / "corrupted_vision8.md").read_text(encoding="utf-8").strip() == text.strip()
+    assert (RESULTS / f"corrupted_{suite}.md").read_text(encoding="utf-8").strip() == text.strip()
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text.split("\n\n", 1)[1].strip() in page
-    bad = [record for record in records if record["kind"] != corrupted.CLEAN]
+    return page, [record for record in records if record["kind"] != corrupted.CLEAN]
+
+
+def test_accuracy_on_corrupted_images_is_that_of_the_results():
+    page, bad = corrupted_of("vision8")
     leads = sorted(record["ReTeX, task unknown"] - record["average, head given"] for record in bad)
     costs = sorted(record["ReTeX, oracle"] - record["ReTeX, task unknown"] for record in bad)
     said = " ".join(page.split())
@@ -133,12 +138,7 @@ def test_the_tables_without_data_are_those_of_the_results(suite):
 
 
 def test_accuracy_on_corrupted_texts_is_that_of_the_results():
-    records = json.loads((RESULTS / "corrupted_text8.json").read_text(encoding="utf-8"))["rows"]
-    text = corrupted.as_markdown(records)
-    assert (RESULTS / "corrupted_text8.md").read_text(encoding="utf-8").strip() == text.strip()
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert text.split("\n\n", 1)[1].strip() in page
-    bad = [record for record in records if record["kind"] != corrupted.CLEAN]
+    page, bad = corrupted_of("text8")
     below = {
         (record["kind"], record["severity"])
         for record in bad
