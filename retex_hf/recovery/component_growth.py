@@ -144,9 +144,8 @@ def add_to_components(
             layout = recovery[name].layout
             way = OWN if layout.is_factored else WHOLE
             found = {way: found[way]}
-            if (
-                isinstance(layout, ComponentLayout) and way == OWN and not layout.owned
-            ):  # a column beside shared directions says which one it is for
+            # A column beside shared directions says which one it is for.
+            if isinstance(layout, ComponentLayout) and way == OWN and not layout.owned:
                 found = {OWN: [replace(part, scale_bits=part.scale_bits + INDEX_BITS) for part in found[OWN]]}
         ways[name] = found
     if tolerance is None:

@@ -51,7 +51,7 @@ def behind_trunk(model: RetexModel, expert: nn.Module, task: str) -> nn.Module:
 
     def align(module, args, output):
         hidden = output if isinstance(output, Tensor) else output[0]
-        found = torch.tensordot(hidden, mapping, ([trunk["axis"]], [0])) + alignment.shift[number]
+        found = torch.tensordot(hidden, mapping.to(hidden.dtype), ([trunk["axis"]], [0])) + alignment.shift[number]
         found = found.movedim(-1, trunk["axis"])
         return found if isinstance(output, Tensor) else type(output)((found, *output[1:]))
 
@@ -336,6 +336,7 @@ def test_what_happens_inside_blocks_is_still_to_be_had():
 def test_gradients_reach_the_inputs():
     model, experts, family = build("bert")
     fit(model, family)
+    model.double()  # sums of squares round by more than the bound in single precision
     ids = tokens(ROWS)["input_ids"]
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     output = model(inputs_embeds=embeds)
@@ -343,10 +344,9 @@ def test_gradients_reach_the_inputs():
     assert gradient.abs().sum() > 0
     for task in set(output.routing.tasks):
         rows = rows_of(output, task)
-        again = behind_trunk(model, experts[task], task)(inputs_embeds=embeds[rows])
+        again = behind_trunk(model, experts[task].double(), task)(inputs_embeds=embeds[rows])
         expected = torch.autograd.grad(again.last_hidden_state.square().sum(), embeds)[0]
-        largest = expected.abs().max()  # rounding is relative to the terms that are summed up
-        torch.testing.assert_close(gradient[rows] / largest, expected[rows] / largest, **CLOSE)
+        torch.testing.assert_close(gradient[rows], expected[rows], **CLOSE)
 
 
 @torch.no_grad()
