@@ -90,7 +90,7 @@ class MethodSpec:
         label = options.pop("label", None)
         if name == RETEX:
             label = label or ", ".join([name, *(f"{key} {value}" for key, value in options.items())])
-            return cls(name, label, {**config, **options})
+            return cls(name, label, overridden(config, options))
         return cls(name, label or _baseline(name, options).name, options)
 
     def make(self) -> Method:

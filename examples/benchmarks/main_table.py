@@ -9,6 +9,9 @@ below.
 
 Merges and methods run with their authors' settings where the recipe's `settings` do not say otherwise.
 
+The first of the recipe's seeds is that of all draws. Every further one, on all tasks only, draws other references and
+trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation.
+
 The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
 known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
 """
@@ -38,10 +41,12 @@ from experiment import (
 from matplotlib.figure import Figure
 from merges import MERGES, ROWS, learned, merges_of
 from recipes import Recipe
+from seeds import retrained
 
 from retex_hf import merge_methods
 from retex_hf.baselines import BASELINES, expert_weights
 from retex_hf.baselines.merges import source_body
+from retex_hf.config import DEFAULT_STORAGE
 from retex_hf.errors import ConfigError
 from retex_hf.evaluation import Method
 from retex_hf.evaluation.report import Report
@@ -49,6 +54,8 @@ from retex_hf.evaluation.run import Evaluation
 
 INDIVIDUAL = "individual"
 MIXING = ("twin_merging", "dawin", "wemoe", "mow")
+# The library's default. All tensors are stored, as by every other system, also those that a recipe excludes.
+BUDGET: dict[str, Any] = {"storage": DEFAULT_STORAGE, "exclude": []}
 
 
 def methods(recipe: Recipe) -> list[dict[str, dict[str, Any]]]:
@@ -71,10 +78,11 @@ def methods(recipe: Recipe) -> list[dict[str, dict[str, Any]]]:
         {"wemoe": {"remember": True, "label": "WEMoE"}},
         {"mow": {"remember": True, "label": "MoW"}},
         {"sim": {"label": "SiM"}},
-        {RETEX: {"label": RETEX}},
-        {RETEX: {"num_reference": 256, "label": f"{RETEX}, 256 references"}},
+        {RETEX: {**BUDGET, "label": RETEX}},
+        {RETEX: {**BUDGET, "num_reference": 256, "label": f"{RETEX}, 256 references"}},
+        {RETEX: {"label": f"{RETEX}, one rank"}},
         *(
-            {RETEX: {"merge": merge, "label": f"{RETEX} on {name}"}}
+            {RETEX: {**BUDGET, "merge": merge, "label": f"{RETEX} on {name}"}}
             for name, merge in merges.items()
             if name != "average"
         ),
@@ -195,15 +203,26 @@ def figure(reports: Mapping[int, Report]) -> Figure:
     return lines_figure(panels, "tasks", f"{kind} accuracy" if kind != "accuracy" else kind, xticks=list(reports))
 
 
+def chosen_seeds(recipe: Recipe, given: Sequence[int] | None) -> list[int]:
+    """Return the recipe's seeds, or the first and those of the others that are given."""
+    odd = [seed for seed in given or [] if seed not in recipe.seeds]
+    if odd:
+        raise ConfigError(f"The recipe has no seed {odd[0]}; its seeds are {recipe.seeds}.")
+    return [seed for seed in recipe.seeds if given is None or seed in given or seed == recipe.seeds[0]]
+
+
 def main() -> None:
-    recipe, arguments = parse(__doc__, "shipped-text.yaml")
+    seeds = {"type": int, "nargs": "+", "help": "some of the recipe's seeds; the first is always there"}
+    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds)
     work = arguments.work_dir
     study = load(recipe, work, mirror=arguments.mirror)
     specs = study.methods(methods(recipe))
     reports = {}
     for size in study.sizes:
-        part = study.subset(size)
-        evaluations = run_size(part, specs, work, size == max(study.sizes), arguments.only)
+        whole, evaluations = size == max(study.sizes), []
+        for seed in chosen_seeds(recipe, arguments.seeds) if whole else recipe.seeds[:1]:
+            part = study.subset(size) if seed == recipe.seeds[0] else retrained(study.subset(size), work, seed)
+            evaluations += run_size(part, specs, work, whole, arguments.only)
         if evaluations:
             names = [evaluation.method for evaluation in evaluations]
             reports[size] = Report(evaluations, INDIVIDUAL if INDIVIDUAL in names else None, recipe.seeds[0])

@@ -52,8 +52,12 @@ def reordered(task: Task, seed: int) -> Task:
 
 
 def retrained(study: Study, work: Path, seed: int) -> Study:
-    """Return the study with experts trained in the row order of a seed; train those that are missing."""
-    if seed == 0:
+    """Return the study under a seed, with experts trained in the row order of that seed; train those that are missing.
+
+    Seed 0 is that of the suite's own experts. Experts that a recipe names stay the same.
+    """
+    study = study.with_seed(seed)
+    if seed == 0 or study.recipe.suite is None:
         return study
     suite = importlib.import_module(study.recipe.suite)
     tasks = [reordered(suite.load_task(name), seed) for name in study.tasks]

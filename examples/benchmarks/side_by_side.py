@@ -3,8 +3,9 @@
     python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
 
 Reads the `main_table.json` that main_table.py left in each work dir, and prints, for the largest number of tasks,
-accuracy relative to the individual experts with the task known, unknown and under oracle routing, and the storage
-beyond one model as a share of all experts. Oracle routing is shown where it differs from the task known: systems that
+accuracy relative to the individual experts with the task known, unknown and under oracle routing (with the standard
+deviation over seeds where there are several), and the storage beyond one model as a share of all experts, where every
+number of 32 bits counts as one of 8. Oracle routing is shown where it differs from the task known: systems that
 mix by a router go on mixing when they are told the task, all others run the part of the named task either way.
 """
 
@@ -29,9 +30,19 @@ def column(methods: dict[str, Any], name: str) -> list[str]:
         return [""] * len(COLUMNS)
     modes = methods[name]["modes"]
     known, unknown, oracle = (
-        f"{modes[mode]['normalised']['value']:.3f}" if mode in modes else "" for mode in ("known", "unknown", "oracle")
+        figure(modes[mode]["normalised"]) if mode in modes else "" for mode in ("known", "unknown", "oracle")
     )
-    return [known, unknown, "" if oracle == known else oracle, f"{methods[name]['storage']['added']:.1%}"]
+    return [known, unknown, "" if oracle == known else oracle, f"{methods[name]['storage']['added_rounded']:.1%}"]
+
+
+def figure(found: dict[str, float]) -> str:
+    """Format a mean, with the standard deviation over seeds where there is one.
+
+    >>> figure({"value": 0.98, "std": 0.004}), figure({"value": 0.98})
+    ('0.980 ± 0.004', '0.980')
+    """
+    spread = f" ± {found['std']:.3f}" if "std" in found else ""
+    return f"{found['value']:.3f}{spread}"
 
 
 def read(file: Path) -> dict[str, Any]:

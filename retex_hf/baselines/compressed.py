@@ -87,6 +87,9 @@ class Compressed(TaskBodies):
         """Return the bytes of the reference model, and of everything that is added to it."""
         return self.weights.body_bytes() + self.added_bytes()
 
+    def packed_bytes(self) -> int:
+        return self.added_bytes()
+
     def state(self) -> dict[str, Any]:
         return {**super().state(), "added_bytes": self.added_bytes()}
 

@@ -75,8 +75,10 @@ class EMR(TaskBodies):
 
     def storage_bytes(self) -> int:
         """Return the bytes of the base, the unified vector, one bit per number and task, and one scale per task."""
-        masks = sum(packed.nbytes for packed in self._masks.values())
-        return 2 * self.weights.body_bytes() + masks + SCALE_BYTES * len(self.scales)
+        return 2 * self.weights.body_bytes() + self.packed_bytes() + SCALE_BYTES * len(self.scales)
+
+    def packed_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._masks.values())
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "scales": dict(zip(self.weights.tasks, self.scales.tolist(), strict=True))}

@@ -15,6 +15,8 @@ from ..evaluation.method import Material, Method, Prediction
 from ..model.retex_model import RetexModel
 from .merges import CALIBRATION_ROWS, describe_merge, learned_merge
 
+NUMBER_BYTES = 4
+
 
 class Retex(Method):
     """ReTeX: the merged model, the recovery of every expert, and the signatures of the tasks.
@@ -78,6 +80,10 @@ class Retex(Method):
         """
         sizes = sizes_of(self.model.parts())
         return sum(sizes.values()) - sizes.get(HEADS, 0)
+
+    def packed_bytes(self) -> int:
+        rounded = [part for part in self.model.parts().recovery.parameters() if part.element_size() < NUMBER_BYTES]
+        return sum(part.nbytes for part in rounded)
 
     def body_bytes(self) -> int:
         """Return the bytes of the merged model without a head."""

@@ -15,6 +15,9 @@ from .run import MODES, Evaluation, TaskScore
 DIGITS = 6
 """Decimals of figures: beyond these, sums of floats depend on the machine."""
 
+FLOATS_PER_ROUNDED = 4
+"""`added_rounded` counts 8 bits for every number of 32."""
+
 Rows = dict[str, np.ndarray]
 
 
@@ -39,7 +42,9 @@ class Comparison:
                 raise EvaluationError(f"The {role} method {name!r} is not among the methods {list(self.methods)}.")
         self.individual, self.reference, self.seed = individual, reference, seed
         self.resamples, self.confidence = resamples, confidence
-        self._individual = None if individual is None else self._individual_rows(individual)
+        self._individual = None if individual is None else self.methods[individual]
+        if individual is not None:
+            self._check_individual(individual)
         self.body_bytes: float | None = body_bytes
         if body_bytes is None and individual is not None:
             self.body_bytes = _storage(self.methods[individual]) / len(self.tasks)
@@ -72,25 +77,33 @@ class Comparison:
 
     def _describe(self, name: str, runs: Sequence[Evaluation]) -> dict[str, Any]:
         stored, body = _storage(runs), self.body_bytes
-        shares: dict[str, float | None] = {"total": None, "added": None}
+        shares: dict[str, float | None] = {"total": None, "added": None, "added_rounded": None}
         if body is not None:
-            experts = body * len(self.tasks)
-            shares = {"total": round(stored / experts, DIGITS), "added": round((stored - body) / experts, DIGITS)}
+            experts, added, packed = body * len(self.tasks), stored - body, np.mean([run.packed_bytes for run in runs])
+            sizes = {"total": stored, "added": added, "added_rounded": packed + (added - packed) / FLOATS_PER_ROUNDED}
+            shares = {name: round(float(size / experts), DIGITS) for name, size in sizes.items()}
         seeds = [run.seed for run in runs]
         states = runs[0].state if len(runs) == 1 else {str(run.seed): run.state for run in runs}
         return {"seeds": seeds, "storage_bytes": stored, "storage": shares, "state": states, "modes": {}}
 
-    def _individual_rows(self, name: str) -> Rows:
-        runs = self.methods[name]
-        if "known" not in runs[0].scores:
-            raise EvaluationError(f"The individual method {name!r} was not evaluated with the task known.")
-        rows = _mean_rows(runs, "known", "correct")
-        for task, right in rows.items():
-            if not right.any():
-                raise EvaluationError(
-                    f"The individual expert of task {task!r} answers no row correctly, so it cannot normalise others."
-                )
-        return rows
+    def _check_individual(self, name: str) -> None:
+        for run in self.methods[name]:
+            if "known" not in run.scores:
+                raise EvaluationError(f"The individual method {name!r} was not evaluated with the task known.")
+            for task, score in run.scores["known"].items():
+                if not score.correct.any():
+                    raise EvaluationError(
+                        f"The individual expert of task {task!r} answers no row correctly, so it cannot normalise "
+                        "others."
+                    )
+
+    def _experts(self, runs: Sequence[Evaluation]) -> Rows:
+        """Return the rows of the individual experts that some runs are relative to: those of the same seeds where
+        experts were evaluated under these (they may have been trained again), else all."""
+        assert self._individual is not None  # callers check
+        seeds = {run.seed for run in runs}
+        same = [run for run in self._individual if run.seed in seeds]
+        return _mean_rows(same if len(same) == len(seeds) else self._individual, "known", "correct")
 
     def _figures(self, mode: str) -> dict[str, dict[str, Any]]:
         """Return `{method: figures}` of one mode. Resample all methods together, so that they share the draws."""
@@ -98,16 +111,17 @@ class Comparison:
         rows = {name: _mean_rows(self.methods[name], mode, "correct") for name in names}
         identifying = [name for name in names if _has_identification(self.methods[name], mode)]
         found = {name: _mean_rows(self.methods[name], mode, "identified") for name in identifying}
-        everything = [*rows.values(), *([] if self._individual is None else [self._individual]), *found.values()]
+        experts = {name: self._experts(self.methods[name]) for name in names} if self._individual else {}
+        everything = [*rows.values(), *experts.values(), *found.values()]
         stacked = {task: np.stack([of[task] for of in everything]) for task in self.tasks}
         samples = resampled_accuracies(stacked, resamples=self.resamples, seed=self.seed)
         figures = {}
         for place, name in enumerate(names):
             spread = self._spread(name, mode)
             figures[name] = {"accuracy": self._figure(rows[name], samples[:, place], spread.get("accuracy"))}
-            if self._individual is not None:
-                value = float(normalised(_shares(rows[name]), _shares(self._individual)))
-                ratios = normalised(samples[:, place], samples[:, len(names)])
+            if name in experts:
+                value = float(normalised(_shares(rows[name]), _shares(experts[name])))
+                ratios = normalised(samples[:, place], samples[:, len(names) + place])
                 figures[name]["normalised"] = _rounded(
                     interval(value, ratios, self.confidence), spread.get("normalised")
                 )
@@ -138,8 +152,8 @@ class Comparison:
         by_seed = [_shares(_mean_rows([run], mode, "correct")) for run in runs]
         spread = {"accuracy": np.std([shares.mean() for shares in by_seed], ddof=1)}
         if self._individual is not None:
-            experts = _shares(self._individual)
-            spread["normalised"] = np.std([normalised(shares, experts) for shares in by_seed], ddof=1)
+            experts = [_shares(self._experts([run])) for run in runs]
+            spread["normalised"] = np.std(list(map(normalised, by_seed, experts)), ddof=1)
         if _has_identification(runs, mode):
             found = [_shares(_mean_rows([run], mode, "identified")).mean() for run in runs]
             spread["identification"] = np.std(found, ddof=1)

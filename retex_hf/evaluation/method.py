@@ -104,6 +104,10 @@ class Method(ABC):
     def storage_bytes(self) -> int:
         """Return the bytes needed to serve all tasks, except heads: one model's body, task parts, routers."""
 
+    def packed_bytes(self) -> int:
+        """Return the part of `storage_bytes` that takes less than 32 bits per number: masks, rounded factors."""
+        return 0
+
     def state(self) -> dict[str, Any]:
         """Return the results of `fit` (coefficients, validation scores) as plain values for the report, if any."""
         return {}

@@ -57,6 +57,7 @@ class Evaluation:
     storage_bytes: int
     state: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    packed_bytes: int = 0
 
     @property
     def tasks(self) -> list[str]:
@@ -69,6 +70,7 @@ class Evaluation:
             "method": self.method,
             "seed": self.seed,
             "storage_bytes": self.storage_bytes,
+            "packed_bytes": self.packed_bytes,
             "state": self.state,
             "scores": scores,
         }
@@ -82,7 +84,8 @@ class Evaluation:
             }
             for mode, found in values["scores"].items()
         }
-        return cls(values["method"], scores, values["storage_bytes"], values["state"], values["seed"])
+        stored, packed = values["storage_bytes"], values.get("packed_bytes", 0)
+        return cls(values["method"], scores, stored, values["state"], values["seed"], packed)
 
     def save(self, path: str | Path) -> None:
         """Write everything as JSON, so that a long series of evaluations can be resumed."""
@@ -155,7 +158,7 @@ def evaluate(
             bar.set_description(f"Evaluating {method.name}, {MODES[mode]}")
             rows = _run(Question(method, tasks, collate, mode, choice), stream, accelerator, bar)
             scores[mode] = _by_task(rows, tasks, mode)
-    return Evaluation(method.name, scores, method.storage_bytes(), state, seed)
+    return Evaluation(method.name, scores, method.storage_bytes(), state, seed, method.packed_bytes())
 
 
 def mixed_batches(sizes: Sequence[int], batch_size: int, seed: int) -> list[list[tuple[int, int]]]:

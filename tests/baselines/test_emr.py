@@ -91,7 +91,7 @@ def test_storage_is_two_bodies_one_bit_per_number_and_task_and_scales():
     tensors = [tensor for name, tensor in material.base.state_dict().items() if tensor.is_floating_point()]
     bodies = 2 * 4 * sum(tensor.numel() for tensor in tensors)
     bits = 3 * sum(-(-tensor.numel() // 8) for tensor in tensors)
-    assert method.storage_bytes() == bodies + bits + 3 * 4
+    assert method.storage_bytes() == bodies + bits + 3 * 4 and method.packed_bytes() == bits
 
 
 def test_an_expert_that_is_the_base_stays_the_base():

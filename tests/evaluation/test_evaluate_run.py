@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from toys import NAMES, Toy, toy_collate, toy_tasks
@@ -81,10 +83,11 @@ def test_a_text_counts_by_itself_whatever_task_it_was_taken_for():
 
 
 def test_an_evaluation_is_written_and_read_back(tmp_path):
-    found = run(Toy(wrong={"red": [2]}, blind=["green"]), seed=3)
+    found = replace(run(Toy(wrong={"red": [2]}, blind=["green"]), seed=3), packed_bytes=7)
     found.save(tmp_path / "a" / "toy.json")
     read = Evaluation.load(tmp_path / "a" / "toy.json")
     assert (read.method, read.storage_bytes, read.state, read.seed) == ("toy", 400, {"blind": ["green"]}, 3)
+    assert read.packed_bytes == 7
     for mode, scores in found.scores.items():
         for task, score in scores.items():
             np.testing.assert_array_equal(read.scores[mode][task].correct, score.correct)

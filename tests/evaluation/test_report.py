@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,7 +43,8 @@ def test_figures_are_those_computed_by_hand():
     assert unknown["identification"]["mean"]["value"] == pytest.approx(2 / 3, abs=1e-6)
     assert "identification" not in known
     # Three experts of 1000 bytes each.
-    assert methods["ReTeX"]["storage"] == {"total": round(1400 / 3000, 6), "added": round(400 / 3000, 6)}
+    shares = {"total": 1400, "added": 400, "added_rounded": 100}
+    assert methods["ReTeX"]["storage"] == {name: round(size / 3000, 6) for name, size in shares.items()}
     assert methods["merged"]["storage"]["added"] == 0
     assert list(methods["individual"]["modes"]) == ["known"] and "oracle" not in methods["merged"]["modes"]
 
@@ -86,6 +88,26 @@ def test_seeds_are_averaged_and_their_spread_is_shown():
     )
     assert "std" not in report.summary()["methods"]["merged"]["modes"]["known"]["accuracy"]["mean"]
     assert f"{100 * np.mean(means):.1f} ± {100 * np.std(means, ddof=1):.1f}" in report.markdown()
+
+
+def test_bytes_that_hold_less_than_32_bits_per_number_are_not_rounded_again():
+    one, retex, merged = evaluations()
+    report = Report([one, replace(retex, packed_bytes=300), merged])
+    assert report.summary()["methods"]["ReTeX"]["storage"]["added_rounded"] == round((300 + 100 / 4) / 3000, 6)
+
+
+def test_experts_that_are_trained_again_normalise_the_methods_of_their_seed():
+    first, *others = evaluations()
+    trained_again = evaluation(
+        "individual", seed=1, wrong={"red": range(10)}, modes=("known",), routes=False, storage=3000
+    )
+    again = evaluation("ReTeX", seed=1, wrong={"red": range(8), "blue": range(4)}, storage=1400)
+    methods = Report([first, *others, trained_again, again]).summary()["methods"]
+    both, alone = (methods[name]["modes"]["known"]["normalised"] for name in ("ReTeX", "merged"))
+    ratios = [(0.6 / 0.75 + 1.9) / 3, (0.6 / 0.5 + 1.9) / 3]
+    assert both["std"] == pytest.approx(np.std(ratios, ddof=1), abs=1e-6)
+    assert both["value"] == pytest.approx((0.6 / 0.625 + 1.9) / 3, abs=1e-6)
+    assert alone["value"] == pytest.approx((0.5 / 0.75 + 2) / 3, abs=1e-6)  # its own seed's experts
 
 
 def test_two_runs_with_one_seed_write_identical_json(tmp_path):

@@ -13,7 +13,12 @@ def method(known: float, unknown: float | None, added: float, oracle: float | No
     for mode, value in (("unknown", unknown), ("oracle", oracle)):
         if value is not None:
             modes[mode] = {"normalised": {"value": value}}
-    return {"modes": modes, "storage": {"added": added}}
+    return {"modes": modes, "storage": {"added": 1.0, "added_rounded": added}}
+
+
+def test_a_figure_has_its_spread_over_seeds():
+    assert side_by_side.figure({"value": 0.9876, "std": 0.00449}) == "0.988 ± 0.004"
+    assert side_by_side.figure({"value": 0.9876}) == "0.988"
 
 
 def test_every_figure_stands_under_its_suite(tmp_path, monkeypatch, capsys):
