@@ -79,9 +79,10 @@ class Comparison:
         stored, body = _storage(runs), self.body_bytes
         shares: dict[str, float | None] = {"total": None, "added": None, "added_rounded": None}
         if body is not None:
-            experts, added, packed = body * len(self.tasks), stored - body, np.mean([run.packed_bytes for run in runs])
+            experts, added = body * len(self.tasks), stored - body
+            packed = float(np.mean([run.packed_bytes for run in runs]))
             sizes = {"total": stored, "added": added, "added_rounded": packed + (added - packed) / FLOATS_PER_ROUNDED}
-            shares = {name: round(float(size / experts), DIGITS) for name, size in sizes.items()}
+            shares = {name: round(size / experts, DIGITS) for name, size in sizes.items()}
         seeds = [run.seed for run in runs]
         states = runs[0].state if len(runs) == 1 else {str(run.seed): run.state for run in runs}
         return {"seeds": seeds, "storage_bytes": stored, "storage": shares, "state": states, "modes": {}}
