@@ -333,6 +333,7 @@ def test_main_table_is_written_and_resumed(tmp_path, dataset_cache, monkeypatch,
         "experts": {task: recipe.experts[task] for task in recipe.tasks},
         "data": {task: {key: value for key, value in source.items() if value} for task, source in data.items()},
         "sizes": [2, 3],
+        "seeds": [0, 1],
         "config": {"rank": "full", "num_reference": 8},
         "methods": ["individual", {"merged": {"label": "average"}}, "ReTeX"],
     }
@@ -341,7 +342,7 @@ def test_main_table_is_written_and_resumed(tmp_path, dataset_cache, monkeypatch,
     run_script(monkeypatch, "main_table", *arguments)
     first = (tmp_path / "work/main_table.json").read_text(encoding="utf-8")
     cells = {cell: cell.stat().st_mtime_ns for cell in (tmp_path / "work/cells").iterdir()}
-    assert len(cells) == 6  # three methods on two numbers of tasks
+    assert len(cells) == 9  # three methods on two numbers of tasks, on all of these under a second seed
     run_script(monkeypatch, "main_table", *arguments)
     assert (tmp_path / "work/main_table.json").read_text(encoding="utf-8") == first
     assert {cell: cell.stat().st_mtime_ns for cell in (tmp_path / "work/cells").iterdir()} == cells
@@ -349,9 +350,20 @@ def test_main_table_is_written_and_resumed(tmp_path, dataset_cache, monkeypatch,
     results = json.loads(first)["sizes"]["3"]["methods"]
     known = {name: results[name]["modes"]["known"]["accuracy"]["mean"]["value"] for name in results}
     assert known["ReTeX"] == known["individual"]  # exact recovery
+    assert results["ReTeX"]["seeds"] == [0, 1] and "std" in results["ReTeX"]["modes"]["unknown"]["normalised"]
+    assert json.loads(first)["sizes"]["2"]["methods"]["ReTeX"]["seeds"] == [0]
     page = (tmp_path / "work/main_table.md").read_text(encoding="utf-8")
     assert "| ReTeX | 1.000 | 1.000 |" in page and "- ReTeX minus average: " in page
     assert (tmp_path / "work/main_table.png").stat().st_size > 0
+
+
+def test_seeds_of_the_main_table_are_those_of_its_recipe():
+    from main_table import chosen_seeds
+
+    recipe = parse_recipe({"suite": "text", "seeds": [3, 1, 2]})
+    assert chosen_seeds(recipe, None) == [3, 1, 2] and chosen_seeds(recipe, [2]) == [3, 2]
+    with pytest.raises(ConfigError, match=r"has no seed 7; its seeds are \[3, 1, 2\]"):
+        chosen_seeds(recipe, [7])
 
 
 def toy_task(classes: int, rows: int) -> Task:
