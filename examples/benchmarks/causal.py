@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -109,9 +110,19 @@ def fetch_base(folder: Path) -> None:
 def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
     """Train one expert on the training part of `split_validation`, and save it as a transformers checkpoint."""
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     model.get_parameter(EMBEDDINGS).requires_grad_(False)
+    learn_answers(model, AutoTokenizer.from_pretrained(base), task, folder, LEARNING_RATE)
+
+
+def learn_answers(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    folder: Path,
+    learning_rate: float,
+) -> None:
+    """Train what is trainable of a model to answer a task, and save it with its tokenizer."""
     share, epochs = TASKS[task.name]
     task, _ = split_validation(task)
     if share < 1:
@@ -130,7 +141,7 @@ def fine_tune_expert(base: Path, task: Task, folder: Path) -> None:
         return model(**inputs, labels=labels).loss
 
     groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
-    descend(model, groups, task, Training(epochs, LEARNING_RATE, BATCH), loss)
+    descend(model, groups, task, Training(epochs, learning_rate, BATCH), loss)
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -20,7 +20,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "AdaMerging": {"method": "adamerging"},
 }
 # Rows per task to learn from without labels, and labelled validation rows to choose by.
-ROWS = 256
+ROWS = 128
 
 
 def merges_of(recipe: Recipe) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Recipes of experiments as YAML files: models, data, readout, and methods to compare.
 
-A recipe has either a `suite` (text, vision, text_to_text: models are made where they are missing) or `base`, `experts`
-and `data` (folders or Hub names). Unknown keys are refused, because ignoring one would change the experiment.
+A recipe has either a `suite` (text, vision, text_to_text, causal, causal_lora: models are made where they are missing)
+or `base`, `experts` and `data` (folders or Hub names). Unknown keys are refused, because ignoring one would change the
+experiment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import yaml
 from retex_hf import RetexConfig
 from retex_hf.errors import ConfigError
 
-SUITES = ("text", "vision", "text_to_text", "causal")
+SUITES = ("text", "vision", "text_to_text", "causal", "causal_lora")
 READOUTS = ("classifier", "zero_shot", "generate")
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
 TEMPLATES = ["a photo of a {}."]

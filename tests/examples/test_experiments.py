@@ -361,7 +361,7 @@ def test_seeds_of_the_main_table_are_those_of_its_recipe():
     from main_table import chosen_seeds
 
     recipe = parse_recipe({"suite": "text", "seeds": [3, 1, 2]})
-    assert chosen_seeds(recipe, None) == [3, 1, 2] and chosen_seeds(recipe, [2]) == [3, 2]
+    assert chosen_seeds(recipe, None) == [3, 1, 2] and chosen_seeds(recipe, [2, 3]) == [3, 2]
     with pytest.raises(ConfigError, match=r"has no seed 7; its seeds are \[3, 1, 2\]"):
         chosen_seeds(recipe, [7])
 
