@@ -19,8 +19,8 @@ import zipfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from peft import PeftModel
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
