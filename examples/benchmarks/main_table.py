@@ -10,7 +10,8 @@ below.
 Merges and methods run with their authors' settings where the recipe's `settings` do not say otherwise.
 
 The first of the recipe's seeds is that of all draws. Every further one, on all tasks only, draws other references and
-trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation.
+trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation. `--again`
+names the methods that further seeds run, where others would take hours.
 
 The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
 known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
@@ -211,18 +212,29 @@ def chosen_seeds(recipe: Recipe, given: Sequence[int] | None) -> list[int]:
     return [seed for seed in recipe.seeds if given is None or seed in given]
 
 
+def named(specs: Sequence[MethodSpec], labels: Sequence[str] | None) -> list[MethodSpec]:
+    """Return the methods of some labels; all if none are given."""
+    odd = [label for label in labels or [] if label not in {spec.label for spec in specs}]
+    if odd:
+        raise ConfigError(f"There is no method called {odd[0]!r}; there are {[spec.label for spec in specs]}.")
+    return [spec for spec in specs if labels is None or spec.label in labels]
+
+
 def main() -> None:
     seeds = {"type": int, "nargs": "+", "help": "some of the recipe's seeds"}
-    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds)
+    again = {"nargs": "+", "metavar": "METHOD", "help": "methods to run under all seeds but the first; default: all"}
+    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds, again=again)
     work = arguments.work_dir
     study = load(recipe, work, mirror=arguments.mirror)
     specs = study.methods(methods(recipe))
+    repeated = named(specs, arguments.again)
     reports = {}
     for size in study.sizes:
         whole, evaluations = size == max(study.sizes), []
         for seed in chosen_seeds(recipe, arguments.seeds) if whole else recipe.seeds[:1]:
-            part = study.subset(size) if seed == recipe.seeds[0] else retrained(study.subset(size), work, seed)
-            evaluations += run_size(part, specs, work, whole, arguments.only)
+            part, first = study.subset(size), seed == recipe.seeds[0]
+            part = part if first else retrained(part, work, seed)
+            evaluations += run_size(part, specs if first else repeated, work, whole, arguments.only)
         if evaluations:
             names = [evaluation.method for evaluation in evaluations]
             reports[size] = Report(evaluations, INDIVIDUAL if INDIVIDUAL in names else None, recipe.seeds[0])

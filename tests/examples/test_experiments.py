@@ -366,6 +366,15 @@ def test_seeds_of_the_main_table_are_those_of_its_recipe():
         chosen_seeds(recipe, [7])
 
 
+def test_further_seeds_may_run_some_methods_only():
+    from main_table import named
+
+    specs = [MethodSpec.parse({"merged": {"label": name}}, {}) for name in ("a", "b", "c")]
+    assert named(specs, None) == specs and named(specs, ["c", "a"]) == [specs[0], specs[2]]
+    with pytest.raises(ConfigError, match="There is no method called 'd'"):
+        named(specs, ["d"])
+
+
 def toy_task(classes: int, rows: int) -> Task:
     labels = [row % classes for row in range(rows)]
     inputs = [f"row {row} of class {label}" for row, label in enumerate(labels)]
