@@ -11,7 +11,8 @@ Merges and methods run with their authors' settings where the recipe's `settings
 
 The first of the recipe's seeds is that of all draws. Every further one, on all tasks only, draws other references and
 trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation. `--again`
-names the methods that further seeds run, where others would take hours.
+names the methods that further seeds run, where others would take hours. `--join` adds what an earlier run, on other
+machines or other days, has found on the same rows.
 
 The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
 known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
@@ -24,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bytes_table import as_hex, from_hex
+from common import read_json
 from experiment import (
     CALIBRATION,
     RETEX,
@@ -212,6 +215,40 @@ def chosen_seeds(recipe: Recipe, given: Sequence[int] | None) -> list[int]:
     return [seed for seed in recipe.seeds if given is None or seed in given]
 
 
+def as_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as plain values with a bit per row, as result files keep it."""
+    scores = {
+        mode: {
+            kind: as_hex({task: getattr(score, kind) for task, score in found.items()})
+            for kind in ("correct", "identified")
+            if all(getattr(score, kind) is not None for score in found.values())
+        }
+        for mode, found in evaluation.scores.items()
+    }
+    return {**evaluation.as_dict(), "scores": scores}
+
+
+def from_record(values: Mapping[str, Any]) -> Evaluation:
+    """Invert `as_record`."""
+    scores = {}
+    for mode, found in values["scores"].items():
+        kinds = {kind: from_hex(rows) for kind, rows in found.items()}
+        scores[mode] = {task: {kind: rows[task] for kind, rows in kinds.items()} for task in kinds["correct"]}
+    return Evaluation.from_dict({**values, "scores": scores})
+
+
+def joined(
+    own: Sequence[Evaluation], others: Sequence[Mapping[str, Any]], size: int, labels: Sequence[str]
+) -> list[Evaluation]:
+    """Return own evaluations, and those of other result files that are not among them, in the order of the methods."""
+    found = {(run.method, run.seed): run for run in own}
+    for results in others:
+        for values in results["sizes"].get(str(size), {}).get("evaluations", []):
+            if values["method"] in labels:
+                found.setdefault((values["method"], values["seed"]), from_record(values))
+    return sorted(found.values(), key=lambda run: (labels.index(run.method), run.seed))
+
+
 def named(specs: Sequence[MethodSpec], labels: Sequence[str] | None) -> list[MethodSpec]:
     """Return the methods of some labels; all if none are given."""
     odd = [label for label in labels or [] if label not in {spec.label for spec in specs}]
@@ -223,24 +260,32 @@ def named(specs: Sequence[MethodSpec], labels: Sequence[str] | None) -> list[Met
 def main() -> None:
     seeds = {"type": int, "nargs": "+", "help": "some of the recipe's seeds"}
     again = {"nargs": "+", "metavar": "METHOD", "help": "methods to run under all seeds but the first; default: all"}
-    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds, again=again)
+    join = {"type": Path, "nargs": "+", "default": [], "help": "result files whose rows to add to the table"}
+    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds, again=again, join=join)
     work = arguments.work_dir
     study = load(recipe, work, mirror=arguments.mirror)
     specs = study.methods(methods(recipe))
-    repeated = named(specs, arguments.again)
-    reports = {}
+    repeated, labels = named(specs, arguments.again), [spec.label for spec in specs]
+    others = [read_json(file) for file in arguments.join]
+    reports, records = {}, {}
     for size in study.sizes:
         whole, evaluations = size == max(study.sizes), []
         for seed in chosen_seeds(recipe, arguments.seeds) if whole else recipe.seeds[:1]:
             part, first = study.subset(size), seed == recipe.seeds[0]
             part = part if first else retrained(part, work, seed)
             evaluations += run_size(part, specs if first else repeated, work, whole, arguments.only)
+        evaluations = joined(evaluations, others, size, labels)
         if evaluations:
+            records[size] = [as_record(evaluation) for evaluation in evaluations]
             names = [evaluation.method for evaluation in evaluations]
             reports[size] = Report(evaluations, INDIVIDUAL if INDIVIDUAL in names else None, recipe.seeds[0])
     if not reports:
         raise ConfigError(f"No method of the recipe is called anything with {arguments.only!r} in it.")
-    results = {"recipe": recipe.to_dict(), "sizes": {str(size): report.summary() for size, report in reports.items()}}
+    results = {
+        **({"joined": [results["command"] for results in others]} if others else {}),
+        "recipe": recipe.to_dict(),
+        "sizes": {str(size): {**report.summary(), "evaluations": records[size]} for size, report in reports.items()},
+    }
     write(work, "main_table", results, markdown(reports, arguments.recipe.stem), figure(reports))
 
 

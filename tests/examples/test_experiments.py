@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,9 +354,22 @@ def test_main_table_is_written_and_resumed(tmp_path, dataset_cache, monkeypatch,
     assert known["ReTeX"] == known["individual"]  # exact recovery
     assert results["ReTeX"]["seeds"] == [0, 1] and "std" in results["ReTeX"]["modes"]["unknown"]["normalised"]
     assert json.loads(first)["sizes"]["2"]["methods"]["ReTeX"]["seeds"] == [0]
+    check_joining(arguments, tmp_path, monkeypatch)
     page = (tmp_path / "work/main_table.md").read_text(encoding="utf-8")
     assert "| ReTeX | 1.000 | 1.000 |" in page and "- ReTeX minus average: " in page
     assert (tmp_path / "work/main_table.png").stat().st_size > 0
+
+
+def check_joining(arguments: list[str], folder: Path, monkeypatch) -> None:
+    """A run of one method that is joined with the result file of all of them gives their table."""
+    whole = json.loads((folder / "work/main_table.json").read_text(encoding="utf-8"))
+    (folder / "whole.json").write_text(json.dumps(whole), encoding="utf-8")
+    shutil.copytree(folder / "work/cells", folder / "part/cells", ignore=shutil.ignore_patterns("*average*"))
+    arguments = [argument.replace(str(folder / "work"), str(folder / "part")) for argument in arguments]
+    run_script(monkeypatch, "main_table", *arguments, "--only", "nothing", "--join", str(folder / "whole.json"))
+    found = json.loads((folder / "part/main_table.json").read_text(encoding="utf-8"))
+    assert found["sizes"] == whole["sizes"] and found["joined"] == [whole["command"]]
+    assert {run["method"] for run in found["sizes"]["3"]["evaluations"]} == {"individual", "average", "ReTeX"}
 
 
 def test_seeds_of_the_main_table_are_those_of_its_recipe():
