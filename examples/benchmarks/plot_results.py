@@ -2,19 +2,22 @@
 
     python examples/benchmarks/plot_results.py
 
-Reads the tables "Task unknown" of `results/vision8.md`, `text8.md` and `text_to_text.md`; writes
-`docs/assets/results.svg`.
+Reads `results/vision8.json`, `text8.json` and `text_to_text.json`; writes `docs/assets/results.svg`. Storage counts
+every number of 32 bits as one of 8, as in the table.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
+import side_by_side
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -28,17 +31,14 @@ SUITES = {
 METHODS = ["average", "TIES", "ID-LoRA (SVD)", "Twin-Merging", "SiM", "ReTeX"]
 
 
-def task_unknown(text: str) -> dict[str, tuple[float, float]]:
-    """Return `{method: (storage added, normalised accuracy)}`, in per cent, of the section "Task unknown"."""
-    section = text.split("## Task unknown", 1)[1].split("\n## ", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
-    end = next((i for i, line in enumerate(lines[1:], 1) if line.startswith("| method")), len(lines))
-    found = {}
-    for line in lines[2:end]:
-        row = dict(zip(header, (cell.strip().strip("*") for cell in line.strip("|").split("|")), strict=True))
-        found[row["method"]] = float(row["storage, added"]), float(row["normalised"].split()[0])
-    return found
+def task_unknown(methods: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return `{method: (storage added, normalised accuracy)}`, in per cent, of the methods that run with the task
+    unknown."""
+    return {
+        name: (100 * of["storage"]["added_rounded"], 100 * of["modes"]["unknown"]["normalised"]["value"])
+        for name, of in methods.items()
+        if "unknown" in of["modes"]
+    }
 
 
 def draw(axes: Axes, title: str, found: dict[str, tuple[float, float]]) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "retex"})
     figure, panels = pyplot.subplots(1, len(SUITES), figsize=(10, 2.6), sharey=True, layout="constrained")
     for axes, (suite, title) in zip(panels, SUITES.items(), strict=True):
-        draw(axes, title, task_unknown((RESULTS / f"{suite}.md").read_text(encoding="utf-8")))
+        draw(axes, title, task_unknown(side_by_side.read(RESULTS / f"{suite}.json")))
     figure.savefig(output, metadata={"Date": None}, facecolor="white")
 
 

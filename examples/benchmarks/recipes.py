@@ -3,6 +3,9 @@
 A recipe has either a `suite` (text, vision, text_to_text, causal, causal_lora: models are made where they are missing)
 or `base`, `experts` and `data` (folders or Hub names). Unknown keys are refused, because ignoring one would change the
 experiment.
+
+A file may say `like: other.yaml`: it then has the values of that file in the same folder, but for those that it gives
+itself, and `rename: {patch32: patch16}` replaces parts of the names of its base and experts.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from retex_hf.errors import ConfigError
 SUITES = ("text", "vision", "text_to_text", "causal", "causal_lora")
 READOUTS = ("classifier", "zero_shot", "generate")
 FILLED_ON_BUILD = {"tasks", "base_model", "experts", "labels", "trunk"}
+LIKE, RENAME = "like", "rename"
 TEMPLATES = ["a photo of a {}."]
 
 
@@ -103,13 +107,37 @@ class Recipe:
 def read_recipe(file: str | Path) -> Recipe:
     """Read and check a recipe file."""
     file = Path(file)
+    return parse_recipe(_inherited(_load(file), file), f"The recipe {file}")
+
+
+def _load(file: Path) -> Any:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"The recipe {file} does not exist.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"The recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from None
-    return parse_recipe(values, f"The recipe {file}")
+
+
+def _inherited(values: Any, file: Path) -> Any:
+    """Return the values of a recipe with those that it takes from the one that `like` names."""
+    if not isinstance(values, dict) or LIKE not in values:
+        return values
+    other, names = values[LIKE], values.get(RENAME, {})
+    if not (isinstance(other, str) and isinstance(names, dict) and _is_strings([*names, *names.values()])):
+        raise ConfigError(f"The recipe {file}: {LIKE} must be a file name, and {RENAME} a mapping of texts.")
+    found = _load(file.parent / other)
+    if not isinstance(found, dict) or LIKE in found or "base" not in found:
+        raise ConfigError(f"The recipe {file}: {other} must be a recipe with base and experts, and not like another.")
+
+    def renamed(name: str) -> str:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
+
+    found["base"] = renamed(found["base"])
+    found["experts"] = {task: renamed(expert) for task, expert in found["experts"].items()}
+    return {**found, **{key: value for key, value in values.items() if key not in (LIKE, RENAME)}}
 
 
 def parse_recipe(values: Any, where: str = "The recipe") -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,31 @@ def test_a_wrong_recipe_is_one_sentence(values, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
         parse_recipe(values)
     assert "\n" not in str(error.value)
+
+
+def test_a_recipe_like_another_has_its_data_and_other_models():
+    small, large = (read_recipe(RECIPES / f"clip-vit-{kind}-14.yaml") for kind in ("b32", "l14"))
+    assert large.base == "openai/clip-vit-large-patch14" and large.experts.keys() == small.experts.keys()
+    assert large.experts["dtd"] == "tanganke/clip-vit-large-patch14_dtd"
+    assert replace(large, base=small.base, experts=small.experts) == small
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"like": 3}, "like must be a file name"),
+        ({"like": "clip-vit-b32-8.yaml", "rename": {"a": 1}}, "rename a mapping of texts"),
+        ({"like": "text8.yaml"}, "text8.yaml must be a recipe with base and experts"),
+        ({"like": "clip-vit-l14-8.yaml"}, "and not like another"),
+        ({"like": "none.yaml"}, "none.yaml does not exist"),
+    ],
+)
+def test_a_recipe_like_none_is_one_sentence(values, sentence, tmp_path):
+    for file in RECIPES.glob("*.yaml"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "own.yaml").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match=sentence):
+        read_recipe(tmp_path / "own.yaml")
 
 
 def test_methods_of_a_recipe_become_specs():
