@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,11 @@ from ..backends import Backend
 from ..errors import InputError, RetexError
 from ..recovery import RecoveryModule
 from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
+from ..utils.threads import in_threads
 from .assignment import Assignment, Group
 from .choice import Chooser, OnePass, find_fixed, refused, size_of_call
 from .expert_cache import ExpertCache, copy_with, expert_bytes, recover_tensors
+from .group_threads import groups_at_once
 from .items import NoticedItems
 from .joining import Joiner, check_separable
 from .mixed import MixedModel, MixedUnsupported, grouped_cost, mixed_cost
@@ -207,7 +209,9 @@ class ExpertRunner:
             return replaying(record, None if alone else rows, lambda: run(method, taken))
 
         parts = None if one_pass is None else self._run_mixed(one_pass, groups, call)
-        rows, outputs = parts or self._run_grouped(groups, recovered, call)
+        rows, outputs = parts or self._run_grouped(
+            groups, recovered, call, self._at_once(kwargs, groups, recovered, proof)
+        )
         if widen:
             widths = [self._width(group.task_id) or 0 for group in groups]
             widths = [max(widths)] if parts else widths  # one pass pads all rows to the widest head among them
@@ -280,13 +284,20 @@ class ExpertRunner:
         if method == "generate":
             method, kwargs = "forward", forward_inputs(prober, kwargs, rows)
 
+        draws = False
+
         @torch.no_grad()
         def call(part: Mapping[str, Any]) -> Any:
+            nonlocal draws
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # models with random numbers must draw the same ones for a row
-                return call_method(prober, method, part)
+                before = torch.get_rng_state()
+                output = call_method(prober, method, part)
+                draws |= not torch.equal(before, torch.get_rng_state())
+            return output
 
-        return prove(call, lambda reading, part: Splitter(rows, whole, reading).take(kwargs, part), given, rows, parts)
+        proof = prove(call, lambda reading, part: Splitter(rows, whole, reading).take(kwargs, part), given, rows, parts)
+        return replace(proof, draws=draws)
 
     def _run_mixed(
         self, one_pass: OnePass, groups: list[Group], call: Callable[..., Any]
@@ -300,15 +311,26 @@ class ExpertRunner:
                 raise refused(reason, self._chooser().swappable) from None
             return None
 
-    def _run_grouped(
-        self, groups: list[Group], recovered: bool, call: Callable[..., Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Run every group on its expert; return the rows and the output of each."""
+    def _at_once(self, kwargs: Mapping[str, Any], groups: list[Group], recovered: bool, proof: Proof | None) -> int:
+        """Return how many groups to run at the same time; one by one where experts have to be recovered first, so that
+        no more of them are in memory than before."""
+        kept = (self._key(group, recovered and group.recovered) in self.cache for group in groups)
+        if any(group.weights is not None for group in groups) or not all(kept):
+            return 1
+        return groups_at_once(self.model, kwargs, sum(len(group.rows) for group in groups), len(groups), proof)
 
-        def output(group: Group) -> Any:
+    def _run_grouped(
+        self, groups: list[Group], recovered: bool, call: Callable[..., Any], at_once: int
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run every group on its expert, some at the same time; return the rows and the output of each."""
+
+        def output(index: int) -> Any:
+            group = groups[index]
             return call(lambda method, part: call_method(self.expert(group, recovered), method, part), group.rows)
 
-        return [group.rows for group in groups], [output(group) for group in groups]
+        largest_first = sorted(range(len(groups)), key=lambda index: -len(groups[index].rows))
+        outputs = dict(in_threads(output, largest_first if at_once > 1 else range(len(groups)), at_once))
+        return [group.rows for group in groups], [outputs[index] for index in range(len(groups))]
 
     def _choose(
         self, method: str, kwargs: Mapping[str, Any], groups: list[Group], splitter: Splitter

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from ..checkpoints.tensor_store import MemoryStore, Store
 from ..errors import shorten
 from ..utils.devices import enough_memory
 from ..utils.progress import track
+from ..utils.threads import in_threads
 
 MOST_AT_ONCE = 4
 
@@ -64,32 +64,6 @@ def solved_at_once(device: torch.device) -> int:
     One decomposition hardly gains from a second core. Memory grows with their number, so there are few.
     """
     return min(MOST_AT_ONCE, torch.get_num_threads()) if device.type == "cpu" else 1
-
-
-def in_threads(work: Callable[[Key], Value], keys: Sequence[Key], threads: int) -> Iterator[tuple[Key, Value]]:
-    """Yield keys and `work(key)` in the order of the keys, computed by some threads; each has its share of torch's.
-
-    >>> dict(in_threads(lambda key: key**2, [3, 1, 2], threads=2))
-    {3: 9, 1: 1, 2: 4}
-    """
-    if threads == 1:
-        yield from ((key, work(key)) for key in keys)
-        return
-    usual = torch.get_num_threads()
-    learns, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def here(key: Key) -> Value:
-        # Both are settings of a thread, not of the process.
-        with torch.inference_mode(infers), torch.set_grad_enabled(learns):
-            return work(key)
-
-    pool = ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(max(1, usual // threads)))
-    try:
-        for key, future in [(key, pool.submit(here, key)) for key in keys]:
-            yield key, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(usual)  # torch also counts threads for the process, which the others have changed
 
 
 def run_dealt(

@@ -81,13 +81,15 @@ class Proof:
     """Record how to split a kind of call (`reading` names one of `readings`), and where the rows are in its outputs.
 
     `places` maps the path of a tensor to its row axis, `lists` does so for lists with tensors of each row. `refused`
-    maps the path of every other field to the reason why it cannot be joined.
+    maps the path of every other field to the reason why it cannot be joined. `draws` tells whether such a call draws
+    random numbers.
     """
 
     reading: str
     places: Mapping[str, Place] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     lists: Mapping[str, Entries] = field(default_factory=dict)
+    draws: bool = False
 
     @property
     def worth(self) -> tuple[bool, int]:

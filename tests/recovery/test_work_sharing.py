@@ -15,7 +15,8 @@ from retex_hf.artifact.recipe import use_threads
 from retex_hf.recovery import BuildContext
 from retex_hf.recovery.solver import ruled_layouts, solve_all
 from retex_hf.recovery.storage import solve_storage
-from retex_hf.recovery.work_sharing import in_threads, solved_at_once
+from retex_hf.recovery.work_sharing import solved_at_once
+from retex_hf.utils.threads import in_threads
 
 
 def test_keys_are_worked_on_at_the_same_time_and_come_in_their_order():
