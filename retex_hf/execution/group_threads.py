@@ -1,7 +1,7 @@
 """How many groups of a batch run at the same time.
 
-A group is small: its matrix products do not keep several cores busy, those of several groups do. Groups run on experts of
-their own, which share no state, so they may run in threads wherever a caller could not tell the difference.
+A group is small: its matrix products do not keep several cores busy, those of several groups do. Groups run on experts
+of their own, which share no state, so they may run in threads wherever a caller could not tell the difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..rows import Proof, numbers_per_row
 
 # Parameters times numbers of the input from which threads pay off. Below, Python takes most of the time, and only one
-# thread at a time runs Python. Calibrated with examples/benchmarks/execution.py --groups-at-once.
+# thread at a time runs Python.
 WORTH = 1e10
 
 
