@@ -1,4 +1,5 @@
-"""Minimal reader of the weights in a dynamically quantised ONNX file: parses only the fields that it needs."""
+"""Minimal reader of the weights in an ONNX file, dynamically quantised or in float32: parses only the fields that it
+needs."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
 NODE_INPUT, NODE_NAME, NODE_OPERATION = 1, 3, 4
 TENSOR_DIMENSION, TENSOR_TYPE, TENSOR_FLOATS, TENSOR_INTEGERS, TENSOR_NAME, TENSOR_RAW = 1, 2, 4, 5, 8, 9
 TYPES = {1: np.dtype("<f4"), 2: np.dtype("u1"), 3: np.dtype("i1")}
+# Operations that multiply by a linear layer's weight, and how the names of their nodes end.
+MULTIPLICATIONS = {"MatMul": "/MatMul", "MatMulInteger": "/MatMul_quant"}
 
 Message = dict[int, list[int | memoryview]]
 
@@ -83,7 +86,8 @@ def read_weights(data: bytes) -> dict[str, Tensor]:
     """Return all weights of an exported PyTorch model under its own parameter names, in float32.
 
     Exporting replaces the name of a linear layer's weight by a number and stores it transposed. The node that
-    multiplies by it still names the layer: "/decoder/block.0/layer.0/SelfAttention/q/MatMul_quant".
+    multiplies by it still names the layer: "/decoder/block.0/layer.0/SelfAttention/q/MatMul_quant". Products of two
+    activations, as in attention, multiply by no stored tensor.
     """
     graph = parse(parse(memoryview(data))[MODEL_GRAPH][0])
     stored = {}
@@ -91,15 +95,19 @@ def read_weights(data: bytes) -> dict[str, Tensor]:
         stored[text(message, TENSOR_NAME)] = initializer(message)
     linear = {}
     for node in map(parse, graph[GRAPH_NODE]):
-        if text(node, NODE_OPERATION) == "MatMulInteger":
-            module = text(node, NODE_NAME).removesuffix("/MatMul_quant").strip("/").replace("/", ".")
-            linear[bytes(node[NODE_INPUT][1]).decode()] = f"{module}.weight"
+        ending = MULTIPLICATIONS.get(text(node, NODE_OPERATION))
+        factor = bytes(node[NODE_INPUT][1]).decode() if ending else None
+        if factor in stored:
+            module = text(node, NODE_NAME).removesuffix(ending).strip("/").replace("/", ".")
+            linear[factor] = f"{module}.weight"
     weights = {}
     for name, values in stored.items():
         if name.endswith("_quantized"):
             own_name = name.removesuffix("_quantized")
             weight = dequantise(values, stored[f"{own_name}_scale"], stored[f"{own_name}_zero_point"])
-            weights[linear.get(name, own_name)] = weight.T.contiguous() if name in linear else weight
-        elif not name.endswith(("_scale", "_zero_point")):
-            weights[name] = torch.from_numpy(values.copy())
+        elif name.endswith(("_scale", "_zero_point")):
+            continue
+        else:
+            own_name, weight = name, torch.from_numpy(values.copy())
+        weights[linear.get(name, own_name)] = weight.T.contiguous() if name in linear else weight
     return weights
