@@ -45,7 +45,7 @@ from retex_hf.evaluation import Material
 from retex_hf.merging.expert_weights import Weights
 
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
-ROWS = 400
+ROWS = 200
 BATCH = 64
 MAX_TOKENS = 128
 FIGURES = ("error", "embeddings", "cosine", "neighbour")
@@ -198,7 +198,8 @@ def train_missing(family: Family, folder: Path) -> None:
     """Train the family's own experts that are missing, and save their bodies beside the public ones."""
     base, trained = folder_of(BASE, folder), folder / "trained"
     tasks = [load_task(name) for name in family.trained if not folder_of(name, folder).exists()]
-    train_experts(tasks, trained, {}, lambda task, where: fine_tune_expert(base, task, TASKS[task.name], where))
+    if tasks:
+        train_experts(tasks, trained, {}, lambda task, where: fine_tune_expert(base, task, TASKS[task.name], where))
     for task in tasks:
         with whole_folder(folder_of(task.name, folder)) as partial:
             AutoModel.from_pretrained(trained / "experts" / task.name).save_pretrained(partial)

@@ -167,6 +167,27 @@ def test_weights_are_read_under_their_own_names():
     assert query.is_contiguous()
 
 
+def test_weights_in_float32_are_read_under_their_own_names():
+    linear = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)  # stored as (in, out)
+
+    def product(module: str, *inputs: str) -> bytes:
+        names = b"".join(field(1, name) for name in inputs)
+        return field(1, names + field(2, "y") + field(3, f"/{module}/MatMul") + field(4, "MatMul"))
+
+    graph = (
+        product("encoder/layer.0/query", "x", "onnx::MatMul_7")
+        + product("encoder/layer.0", "queries", "keys")  # two activations
+        + field(1, field(2, "z") + field(3, "/Constant") + field(4, "Constant"))
+        + tensor("encoder.layer.0.query.bias", (2,), FLOAT, raw=linear[0].tobytes())
+        + tensor("onnx::MatMul_7", linear.shape, FLOAT, raw=linear.tobytes())
+    )
+    weights = onnx_weights.read_weights(field(7, graph))
+    assert {name: weight.tolist() for name, weight in weights.items()} == {
+        "encoder.layer.0.query.bias": [1.0, 2.0],
+        "encoder.layer.0.query.weight": [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]],
+    }
+
+
 def test_an_unknown_data_type_is_named():
     graph = multiplication("m/q", "w") + tensor("m.half.weight", (1,), 10, raw=b"\0\0")
     with pytest.raises(ValueError, match=r"m\.half\.weight: ONNX data type 10; expected float32, uint8 or int8"):
