@@ -226,14 +226,27 @@ def measure_family(name: str, work: Path, rows: int, shares: Sequence[float]) ->
     return {"packages": packages, "inputs": len(inputs), "updates": bench.updates(), "points": points}
 
 
-def markdown(families: Mapping[str, Any]) -> str:
-    """Format a table per expert."""
-    parts = ["# Public fine-tunes as experts"]
+def summary(families: Mapping[str, Any]) -> str:
+    """Format one table of all experts: the figures `embeddings / neighbour` of every system at every budget."""
+    systems = (MERGED, *MERGES, *SVDS)
+    rows = []
     for name, found in families.items():
-        packages = ", ".join(
-            f"{model}: {package} ({licence})" for model, (package, licence) in found["packages"].items()
-        )
-        parts.append(f"## {name}\n\n{packages}. {found['inputs']} inputs.")
+        points = {(point["system"], point["budget"]): point["experts"] for point in found["points"]}
+        budgets = sorted({budget for _, budget in points if budget is not None})
+        for expert, update in found["updates"].items():
+            for budget in budgets:
+                figures = [points[system, None if system in WHOLE else budget][expert] for system in systems]
+                cells = [f"{one['embeddings']:.3f} / {one['neighbour']:.3f}" for one in figures]
+                rows.append([f"{name}: {expert}", f"{100 * update:.1f}", f"{100 * budget:g}", *cells])
+    return markdown_table(["expert", "update (%)", "added (%)", *systems], rows)
+
+
+def markdown(families: Mapping[str, Any]) -> str:
+    """Format the table of all experts, and one per expert."""
+    parts = ["# Public fine-tunes as experts", f"Embeddings / neighbour:\n\n{summary(families).strip()}"]
+    for name, found in families.items():
+        packages = [f"{model}: {package} ({licence})" for model, (package, licence) in found["packages"].items()]
+        parts.append(f"## {name}\n\n{', '.join(packages)}. {found['inputs']} inputs.")
         for expert, update in found["updates"].items():
             rows = [
                 [point["system"], f"{100 * point['share']:.3g}", *(point["experts"][expert][key] for key in FIGURES)]
