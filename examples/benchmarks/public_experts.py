@@ -48,7 +48,8 @@ SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 ROWS = 200
 BATCH = 64
 MAX_TOKENS = 128
-FIGURES = ("error", "embeddings", "cosine", "neighbour")
+# Their digits in tables.
+FIGURES = {"error": ".3f", "embeddings": ".3f", "cosine": ".4f", "neighbour": ".3f"}
 SVDS = {
     f"SVD on {of}{form}": {**reference, "bits": bits}
     for of, reference in (("merged", ON_MERGED), ("base", ON_BASE))
@@ -249,7 +250,8 @@ def markdown(families: Mapping[str, Any]) -> str:
         parts.append(f"## {name}\n\n{', '.join(packages)}. {found['inputs']} inputs.")
         for expert, update in found["updates"].items():
             rows = [
-                [point["system"], f"{100 * point['share']:.3g}", *(point["experts"][expert][key] for key in FIGURES)]
+                [point["system"], f"{100 * point['share']:.3g}"]
+                + [f"{point['experts'][expert][key]:{digits}}" for key, digits in FIGURES.items()]
                 for point in found["points"]
             ]
             table = markdown_table(["kept", "added (%)", *FIGURES], rows)
