@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 
 import public_experts
 from public_weights import FAMILIES
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 FILES = ("public_experts", "public_experts_mixed")
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
