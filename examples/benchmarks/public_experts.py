@@ -1,8 +1,9 @@
 """Models that other people fine-tuned and published in packages, as experts of ReTeX; measured without labels.
 
-    python examples/benchmarks/public_experts.py --work-dir retex-public
+    python examples/benchmarks/public_experts.py --families MiniLM rxnfp
+    python examples/benchmarks/public_experts.py --families MiniLM-mixed --shares 0.5 2
 
-Three families (see public_weights.py): MiniLM with two fine-tunes of other authors; the same two beside the experts of
+Three families (see public_weights.py): MiniLM with two fine-tunes of other authors; the same two beside two experts of
 the quickstart, which are trained here; and rxnfp, a BERT of chemical reactions, with its two fine-tunes. MiniLM reads
 test texts of the tasks that ship with the examples, rxnfp reactions made from templates (see reactions.py). Every
 expert is compared with what a system restores of it: ReTeX on the average of the experts and on the base, and a
