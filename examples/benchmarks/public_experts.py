@@ -7,7 +7,8 @@ Three families (see public_weights.py): MiniLM with two fine-tunes of other auth
 the quickstart, which are trained here; and rxnfp, a BERT of chemical reactions, with its two fine-tunes. MiniLM reads
 test texts of the tasks that ship with the examples, rxnfp reactions made from templates (see reactions.py). Every
 expert is compared with what a system restores of it: ReTeX on the average of the experts and on the base, and a
-truncated SVD of each difference, on either, in as many bytes: rounded as ReTeX rounds, or in bfloat16.
+truncated SVD of each difference, on either, in as many bytes: rounded as ReTeX rounds, with and without embeddings, or
+in bfloat16.
 
 - error: distance of the weights from the expert's, relative to the size of its update (the base has 1)
 - embeddings: distance of the embeddings from the expert's, relative to how far fine-tuning moved them (the base has 1)
@@ -51,10 +52,16 @@ BATCH = 64
 MAX_TOKENS = 128
 # Their digits in tables.
 FIGURES = {"error": ".3f", "embeddings": ".3f", "cosine": ".4f", "neighbour": ".3f"}
-SVDS = {
-    f"SVD on {of}{form}": {**reference, "bits": bits}
+# One rank for all matrices spends most bytes on word embeddings, which matter little: rivals may leave them out.
+WITHOUT = "without embeddings"
+SVDS: dict[str, dict[str, Any]] = {
+    f"SVD on {of}{form}": {**reference, **options}
     for of, reference in (("merged", ON_MERGED), ("base", ON_BASE))
-    for form, bits in (("", BEST), (", bfloat16", None))
+    for form, options in (
+        ("", {"bits": BEST}),
+        (", bfloat16", {"bits": None}),
+        (f", {WITHOUT}", {"bits": BEST, "exclude": ["*embeddings*"]}),
+    )
 }
 WHOLE = {BASE: "pretrained", MERGED: "average"}
 MERGES: dict[str, dict[str, Any]] = {RETEX: {}, AROUND_BASE: {"merge": BASE_MERGE}}
@@ -229,8 +236,8 @@ def measure_family(name: str, work: Path, rows: int, shares: Sequence[float]) ->
 
 
 def summary(families: Mapping[str, Any]) -> str:
-    """Format one table of all experts: the figures `embeddings / neighbour` of every system at every budget."""
-    systems = (MERGED, *MERGES, *SVDS)
+    """Format one table of all experts: `embeddings / neighbour` of every rounded system at every budget."""
+    systems = (MERGED, *MERGES, *(system for system, options in SVDS.items() if options["bits"] == BEST))
     rows = []
     for name, found in families.items():
         points = {(point["system"], point["budget"]): point["experts"] for point in found["points"]}
