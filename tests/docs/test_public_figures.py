@@ -37,3 +37,55 @@ def test_every_package_is_named_with_its_licence():
                 source = FAMILIES[name].sources[model]
                 assert (package, licence) == (source.package, source.licence)
                 assert f"`{package}` ({licence})" in PAGE
+
+
+def rows(found: dict) -> list[tuple[str, float, dict[str, dict[str, float]]]]:
+    """Return every expert at every budget, with the figures of all systems."""
+    return [
+        (
+            expert,
+            budget,
+            {point["system"]: point["experts"][expert] for point in family["points"] if point["budget"] == budget},
+        )
+        for family in found.values()
+        for expert in family["updates"]
+        for budget in sorted({point["budget"] for point in family["points"] if point["budget"]})
+    ]
+
+
+def test_the_page_says_who_leads():
+    said, found = " ".join(PAGE.split()), rows(families("public_experts"))
+    factors, leads = [], []
+    for _, _, systems in found:
+        retex, on_base = systems["ReTeX"], systems["ReTeX on the base"]
+        rivals = {system: systems[system] for system in public_experts.SVDS}
+        factors.append(min(rival["embeddings"] for rival in rivals.values()) / retex["embeddings"])
+        leads.append(retex["neighbour"] - max(rival["neighbour"] for rival in rivals.values()))
+        assert all(on_base["embeddings"] < rival["embeddings"] for system, rival in rivals.items() if "base" in system)
+    assert min(factors) > 1
+    assert (
+        f"than every SVD in all {len(found)} rows of the first table, by a factor of {min(factors):.1f} to {max(factors):.1f}, and"
+    ) in said
+    assert (
+        f"the best SVD in {sum(lead >= 0 for lead in leads)} rows; in the others, on rxnfp up to 1 %, "
+        f"SVD on merged is up to {-100 * min(leads):.1f} points ahead"
+    ) in said
+    behind = [(expert, budget) for (expert, budget, _), lead in zip(found, leads, strict=True) if lead < 0]
+    assert all(expert.startswith("bert_ft") and budget <= 0.01 for expert, budget in behind)
+
+
+def test_the_page_says_what_large_updates_cost():
+    said, results = " ".join(PAGE.split()), families("public_experts")
+    updates = {expert: update for family in results.values() for expert, update in family["updates"].items()}
+    most, least = (choose(updates, key=updates.__getitem__) for choose in (max, min))
+    kept = {expert: systems["ReTeX"]["neighbour"] for expert, budget, systems in rows(results) if budget == 0.04}
+    assert (
+        f"({most}, {100 * updates[most]:.1f} %) keeps {kept[most]:.3f} of its neighbours, the one with the smallest "
+        f"({least}, {100 * updates[least]:.1f} %) {kept[least]:.3f}"
+    ) in said
+    errors = []
+    for family in results.values():
+        smaller = min(family["updates"], key=family["updates"].__getitem__)
+        point = next(point for point in family["points"] if point["system"] == public_experts.MERGED)
+        errors.append(point["experts"][smaller]["error"])
+    assert f"relative errors of weights of {' and '.join(f'{error:.3f}' for error in errors)}" in said
