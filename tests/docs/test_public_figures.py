@@ -54,7 +54,7 @@ def rows(found: dict) -> list[tuple[str, float, dict[str, dict[str, float]]]]:
 
 
 def leads(found: list) -> tuple[list[float], list[float]]:
-    """Return by what factor ReTeX is nearer in embeddings than the best SVD, and its lead in neighbours; of every row."""
+    """Return how many times nearer in embeddings ReTeX is than the best SVD, and its lead in neighbours, by row."""
     pairs = [(systems["ReTeX"], [systems[rival] for rival in public_experts.SVDS]) for _, _, systems in found]
     return (
         [min(rival["embeddings"] for rival in rivals) / retex["embeddings"] for retex, rivals in pairs],
