@@ -1,7 +1,7 @@
 """Models that other people fine-tuned and published in packages, as experts of ReTeX; measured without labels.
 
     python examples/benchmarks/public_experts.py --families MiniLM rxnfp
-    python examples/benchmarks/public_experts.py --families MiniLM-mixed --shares 0.5 2
+    python examples/benchmarks/public_experts.py --families MiniLM-mixed --shares 0.5
 
 Three families (see public_weights.py): MiniLM with two fine-tunes of other authors; the same two beside two experts of
 the quickstart, which are trained here; and rxnfp, a BERT of chemical reactions, with its two fine-tunes. MiniLM reads
