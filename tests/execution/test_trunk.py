@@ -47,12 +47,22 @@ def behind_trunk(model: RetexModel, expert: nn.Module, task: str) -> nn.Module:
     merged, expert = model.get_base_model().state_dict(), deepcopy(expert)
     own = {n: merged[n] if n in trunk["parameters"] else t for n, t in expert.state_dict().items()}
     expert.load_state_dict(own)
-    mapping = torch.eye(alignment.down.shape[-1]) + alignment.down[number].T @ alignment.up[number]
+    down = alignment.down[number]
+    taps = down.flatten(2).unbind(2) if down.ndim == 4 else [down]  # one for each position around
+
+    def around(hidden: Tensor, tap: int) -> Tensor:
+        if len(taps) == 1:
+            return hidden
+        for axis, step in ((1, tap // 3 - 1), (2, tap % 3 - 1)):
+            places = (torch.arange(hidden.shape[axis]) + step).clamp(0, hidden.shape[axis] - 1)
+            hidden = hidden.index_select(axis, places)
+        return hidden
 
     def align(module, args, output):
-        hidden = output if isinstance(output, Tensor) else output[0]
-        found = torch.tensordot(hidden, mapping.to(hidden.dtype), ([trunk["axis"]], [0])) + alignment.shift[number]
-        found = found.movedim(-1, trunk["axis"])
+        hidden = (output if isinstance(output, Tensor) else output[0]).movedim(trunk["axis"], -1)
+        mappings = [(one.T @ alignment.up[number]).to(hidden.dtype) for one in taps]
+        found = hidden + sum(around(hidden, tap) @ mapping for tap, mapping in enumerate(mappings))
+        found = (found + alignment.shift[number]).movedim(-1, trunk["axis"])
         return found if isinstance(output, Tensor) else type(output)((found, *output[1:]))
 
     expert.get_submodule(trunk["junction"]).register_forward_hook(align)
