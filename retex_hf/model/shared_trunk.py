@@ -69,7 +69,7 @@ def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool
     best = simplest_good([misses(expected, found, chooses) for found in tried])
     distance = _distance(expected, references.answers(recovered=False))
     cost = {"change": _distance(expected, tried[best]) / distance if distance > 0 else 0.0}
-    return Fitted(makes[best](everything), cost | (_changed_answers(expected, tried[best]) if chooses else {}))
+    return Fitted(makes[best](everything), cost | (changed_answers(expected, tried[best]) if chooses else {}))
 
 
 def simplest_good(missed: Sequence[Tensor]) -> int:
@@ -99,7 +99,7 @@ def _without(folds: Sequence[Moments], fold: int) -> Moments:
     return reduce(add, [moments for other, moments in enumerate(folds) if other != fold])
 
 
-def _changed_answers(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+def changed_answers(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
     """Return the share of answers that stay the same, and of right ones that is expected to be lost."""
     same, lost = [], []
     for own, other in zip(expected, found, strict=True):
