@@ -3,8 +3,8 @@
     python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --references 64 256 --depths 2 4
 
 At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
-tasks. Accuracy is relative to the experts, task unknown. *Changed* is the estimate that `fit_signatures` makes on
-held-out references: the share of answers that the trunk changes. The last line is what `shared_trunk="auto"` takes.
+tasks. Accuracy is relative to the experts, task unknown. *Lost* is the estimate that `fit_signatures` makes on held-out
+references: the share of right answers that the trunk loses, by the expert's own probabilities. The last line is what `shared_trunk="auto"` takes.
 Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
 """
 
@@ -25,7 +25,7 @@ from retex_hf.evaluation.metrics import normalised
 from retex_hf.model.shared_trunk import mean_cost
 from retex_hf.routing import Alignment, feature_blocks
 
-COLUMNS = ["layers", "references", "trunk", "accuracy", "identified", "changed (estimate)"]
+COLUMNS = ["layers", "references", "trunk", "accuracy", "identified", "lost (estimate)"]
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def lines(
                 "trunk": form,
                 "accuracy": float(normalised([found[task] for task in experts], list(experts.values()))),
                 "identified": sum(identified) / len(identified),
-                "changed (estimate)": mean_cost(trunk["cost"]) if form == "aligned" and trunk is not None else None,
+                "lost (estimate)": mean_cost(trunk["cost"]) if form == "aligned" and trunk is not None else None,
             }
 
 

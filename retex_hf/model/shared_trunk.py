@@ -56,8 +56,7 @@ def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool
     """Fit the correction of a task behind a trunk.
 
     How far the answers to references of the other folds are from the whole expert's decides between no correction and
-    the weights of the ridge: it is the strongest restraint within one standard error of the best. A weaker one
-    would follow the expert into what is particular to these references.
+    the weights of the ridge: it is the strongest restraint that is as good as the best, but for chance.
     """
     folds, expected = references.moments(trunk.junction), references.answers()
     everything = reduce(add, folds)
@@ -73,15 +72,17 @@ def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool
 
 
 def simplest_good(missed: Sequence[Tensor]) -> int:
-    """Return the first candidate whose mean miss is within one standard error of the least, of the misses of each.
+    """Return the first candidate that the best misses less than by no more than chance, of the misses of each.
+
+    The difference of their means is compared to its standard error, over the same outputs.
 
     >>> import torch
-    >>> simplest_good([torch.tensor([9.0, 9.0]), torch.tensor([1.5, 2.5]), torch.tensor([1.0, 2.0])])
+    >>> simplest_good([torch.tensor([9.0, 9.0]), torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0])])
     1
     """
     best = min(missed, key=lambda each: each.mean().item())
-    bound = best.mean() + best.std(correction=0) / math.sqrt(len(best))
-    return next(place for place, each in enumerate(missed) if each.mean() <= bound)
+    excess = [each - best for each in missed]
+    return next(i for i, each in enumerate(excess) if each.mean() <= each.std(correction=0) / math.sqrt(len(each)))
 
 
 def misses(expected: Sequence[Tensor], found: Sequence[Tensor], chooses: bool) -> Tensor:

@@ -20,7 +20,7 @@ from ..utils.records import is_record, rebuilt, record_fields
 from .pooling import Layout
 
 # A correction costs `2 r d` multiplications per position, and `10 r d` where it reads the positions around.
-RANK, RANK_AROUND = 64, 32
+RANK = 64
 # Names of the tensors, as they are stored.
 TENSORS = ("trunk_down", "trunk_up", "trunk_shift")
 # Weights of the ridge, relative to the mean variance of a regressor: those that are tried.
@@ -128,17 +128,16 @@ class Moments:
         weight = ridge * gram.trace() / width + torch.finfo(torch.float32).tiny
         mapping = torch.linalg.solve(gram + weight * torch.eye(width).to(gram), product)
         _, directions = torch.linalg.eigh(mapping.T @ gram @ mapping)
-        around = width // features
-        up = directions.flip(1).T[: RANK if around == 1 else RANK_AROUND]
+        up = directions.flip(1).T[:RANK]
         down = (mapping @ up.T).T
         shift = shift - up.T @ (down @ mean)
-        down = down if around == 1 else down.view(-1, features, SIDE, SIDE)
+        down = down if width == features else down.view(-1, features, SIDE, SIDE)
         return Correction(down.float().contiguous(), up.float().contiguous(), shift.float())
 
     def no_correction(self) -> Correction:
         """Return the correction, of the shapes of the others, that leaves merged hidden states as they are."""
         width, features = self.xy.shape
-        rank = min(RANK if width == features else RANK_AROUND, features)
+        rank = min(RANK, features)
         shape = (rank, features) if width == features else (rank, features, SIDE, SIDE)
         return Correction(torch.zeros(shape), torch.zeros(rank, features), torch.zeros(features))
 
