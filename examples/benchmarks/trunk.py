@@ -4,8 +4,8 @@
 
 At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
 tasks. Accuracy is relative to the experts, task unknown. *Lost* is the estimate that `fit_signatures` makes on held-out
-references: the share of right answers that the trunk loses, by the expert's own probabilities. The last line is what `shared_trunk="auto"` takes.
-Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
+references: the share of right answers that the trunk loses, by the expert's own probabilities. The last line is what
+`shared_trunk="auto"` takes. Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
 """
 
 from __future__ import annotations

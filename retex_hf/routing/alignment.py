@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..rows import Along, Reading
 from ..utils.records import is_record, rebuilt, record_fields
+from .feature_space import top_directions
 from .pooling import Layout
 
 # A correction costs `2 r d` multiplications per position, and `10 r d` where it reads the positions around.
@@ -127,8 +128,8 @@ class Moments:
         gram, product = self.xx - count * torch.outer(mean, mean), self.xy - count * torch.outer(mean, shift)
         weight = ridge * gram.trace() / width + torch.finfo(torch.float32).tiny
         mapping = torch.linalg.solve(gram + weight * torch.eye(width).to(gram), product)
-        _, directions = torch.linalg.eigh(mapping.T @ gram @ mapping)
-        up = directions.flip(1).T[:RANK]
+        _, directions = top_directions(mapping.T @ gram @ mapping, RANK)
+        up = directions.to(mapping)
         down = (mapping @ up.T).T
         shift = shift - up.T @ (down @ mean)
         down = down if width == features else down.view(-1, features, SIDE, SIDE)

@@ -361,13 +361,15 @@ def test_gradients_reach_the_inputs():
 
 
 @torch.no_grad()
-def test_saved_and_loaded(tmp_path):
-    model, _, family = build("bert-classifier")
+@pytest.mark.parametrize("name", ["bert-classifier", "resnet"])
+def test_saved_and_loaded(name, tmp_path):
+    model, _, family = build(name)
     fit(model, family)
     model.save_pretrained(tmp_path)
     loaded = RetexModel.from_pretrained(tmp_path)
     assert loaded.retex_config.trunk == model.retex_config.trunk
-    inputs = tokens(ROWS)
+    assert torch.equal(loaded.signatures.alignment.down, model.signatures.alignment.down)
+    inputs = family.inputs(ROWS)
     assert_same(loaded(**inputs), model(**inputs), exact=True)
 
 
