@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..artifact.state import RetexParts
 from ..errors import ConfigError
@@ -31,7 +30,7 @@ from ..routing.features import first_tensor
 from ..routing.pooling import Layout
 from ..utils.progress import remark, track
 from .components import extractor_of
-from .trunk_references import Batches, TaskReferences, record_of
+from .trunk_references import Batches, TaskReferences, distance, record_of
 
 # Where a model gives no classes or tokens, so many times the tolerance bounds how far outputs move.
 WITHOUT_ANSWERS = 10
@@ -58,17 +57,19 @@ def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool
     How far the answers to references of the other folds are from the whole expert's decides between no correction and
     the weights of the ridge: it is the strongest restraint that is as good as the best, but for chance.
     """
-    folds, expected = references.moments(trunk.junction), references.answers()
+    folds = references.moments(trunk.junction)
     everything = reduce(add, folds)
     # Of one reference alone, nothing can be held out.
     others = [_without(folds, fold) if len(folds) > 1 else everything for fold in range(len(folds))]
     makes: list[Callable[[Moments], Correction]] = [Moments.no_correction]
     makes += [partial(Moments.correction, ridge=ridge) for ridge in sorted(RIDGES, reverse=True)]
-    tried = [references.answers_behind(trunk, [make(moments) for moments in others]) for make in makes]
-    best = simplest_good([misses(expected, found, chooses) for found in tried])
-    distance = _distance(expected, references.answers(recovered=False))
-    cost = {"change": _distance(expected, tried[best]) / distance if distance > 0 else 0.0}
-    return Fitted(makes[best](everything), cost | (changed_answers(expected, tried[best]) if chooses else {}))
+    missed, costs = [], []
+    for make in makes:  # answers of one at a time: those of a language model take much memory
+        found = references.answers_behind(trunk, [make(moments) for moments in others])
+        missed.append(misses(references.answers, found, chooses))
+        costs.append(_cost(references, found, chooses))
+    best = simplest_good(missed)
+    return Fitted(makes[best](everything), costs[best])
 
 
 def simplest_good(missed: Sequence[Tensor]) -> int:
@@ -90,14 +91,19 @@ def misses(expected: Sequence[Tensor], found: Sequence[Tensor], chooses: bool) -
     pairs = zip(expected, found, strict=True)
     if not chooses:
         return torch.cat([(a - b).square().flatten(1).sum(1) if a.ndim > 1 else (a - b).square() for a, b in pairs])
-    options = {"reduction": "none", "log_target": True}
-    return torch.cat(
-        [functional.kl_div(b.log_softmax(-1), a.log_softmax(-1), **options).sum(-1).flatten() for a, b in pairs]
-    )
+    likelihoods = ((a.log_softmax(-1), b.log_softmax(-1)) for a, b in pairs)
+    # What both exclude differs by nothing, though infinity minus infinity is no number.
+    return torch.cat([(own.exp() * (own - other)).nan_to_num(0.0).sum(-1).flatten() for own, other in likelihoods])
 
 
 def _without(folds: Sequence[Moments], fold: int) -> Moments:
     return reduce(add, [moments for other, moments in enumerate(folds) if other != fold])
+
+
+def _cost(references: TaskReferences, found: Sequence[Tensor], chooses: bool) -> dict[str, float]:
+    missed, whole = distance(references.answers, found), references.distance_of_merged
+    cost = {"change": missed / whole if whole > 0 else 0.0}
+    return cost | (changed_answers(references.answers, found) if chooses else {})
 
 
 def changed_answers(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
@@ -234,7 +240,3 @@ def _usable_blocks(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> 
     if layer not in usable:
         raise ConfigError(f"RetexConfig.shared_trunk: module {layer!r} {found[layer]}.")
     return usable
-
-
-def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    return math.sqrt(sum((a - b).square().sum().item() for a, b in zip(some, others, strict=True)))

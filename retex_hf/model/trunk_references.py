@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import add
 from typing import Any
 
@@ -62,7 +63,6 @@ class TaskReferences:
         self._total = sum(recorded.rows for recorded in self._read)
         self.folds = min(FOLDS, self._total)
         self._whole = runner_of(parts)
-        self._answers: dict[bool, list[Tensor]] = {}
 
     @property
     def _group(self) -> Group:
@@ -95,12 +95,19 @@ class TaskReferences:
                 found[part.fold].append(Moments.of(states[chosen], differences[chosen]))
         return [reduce(add, of_fold) for of_fold in found.values()]
 
-    def answers(self, recovered: bool = True) -> list[Tensor]:
-        """Return the answers of the whole expert to each part, or of the merged model with the expert's head."""
-        if recovered not in self._answers:
-            model = self._whole.expert(self._group, recovered)
-            self._answers[recovered] = [self._answer(model, part) for part in self.split()]
-        return self._answers[recovered]
+    @cached_property
+    def answers(self) -> list[Tensor]:
+        """Return the answers of the whole expert to each part."""
+        return self._answers_of(recovered=True)
+
+    @cached_property
+    def distance_of_merged(self) -> float:
+        """Return the distance between the answers of the whole expert and those of the merged model with its head."""
+        return distance(self.answers, self._answers_of(recovered=False))
+
+    def _answers_of(self, recovered: bool) -> list[Tensor]:
+        model = self._whole.expert(self._group, recovered)
+        return [self._answer(model, part) for part in self.split()]
 
     def answers_behind(self, trunk: SharedTrunk, corrections: Sequence[Correction]) -> list[Tensor]:
         """Return the answers of the expert behind a trunk to each part, with the correction of its fold."""
@@ -116,6 +123,11 @@ class TaskReferences:
 
     def _answer(self, model: nn.Module, part: Part) -> Tensor:
         return _answers(model, self._extractor.select(part.inputs), part.rows)
+
+
+def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the distance between outputs."""
+    return math.sqrt(sum((a - b).square().sum().item() for a, b in zip(some, others, strict=True)))
 
 
 def record_of(recorded: Recorded) -> TrunkRecord:
