@@ -34,6 +34,7 @@ def main() -> None:
         references={"type": int, "nargs": "+", "default": [64, 256], "help": "numbers of references per task"},
         storage={"default": "2%", "help": "budget of the recovery"},
         depths={"type": int, "nargs": "*", "help": "numbers of layers to share; default: all"},
+        fixed={"action": "store_true", "help": "leave out what auto takes, which fits trunks of several depths"},
     )
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
     experts = accuracies(study, Individual(), "known")
@@ -41,7 +42,7 @@ def main() -> None:
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
     rows = []
     for count in arguments.references:
-        found = lines(study, model, experts, count, arguments.depths)
+        found = lines(study, model, experts, count, arguments.depths, arguments.fixed)
         for row in tqdm(found, desc=f"{count} references", unit="model"):
             tqdm.write(str(row))
             rows.append(row)
@@ -50,12 +51,13 @@ def main() -> None:
 
 
 def lines(
-    study: Study, model: RetexModel, experts: dict[str, float], count: int, depths: list[int] | None
+    study: Study, model: RetexModel, experts: dict[str, float], count: int, depths: list[int] | None, fixed: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table for a number of references."""
     references = {task: study.material.references(task, count) for task in study.tasks}
     blocks = feature_blocks(model.get_base_model())
-    for depth in (*(range(len(blocks) - 1) if depths is None else [number - 1 for number in depths]), "auto"):
+    indices = range(len(blocks) - 1) if depths is None else [number - 1 for number in depths]
+    for depth in (*indices, *([] if fixed else ["auto"])):
         options = {"feature_layer": depth, "shared_trunk": "auto" if depth == "auto" else True}
         model.retex_config = replace(model.retex_config, num_reference=count, **options)
         model.fit_signatures(references, progress=False)

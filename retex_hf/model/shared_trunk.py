@@ -63,9 +63,9 @@ def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool
     others = [_without(folds, fold) if len(folds) > 1 else everything for fold in range(len(folds))]
     makes: list[Callable[[Moments], Correction]] = [Moments.no_correction]
     makes += [partial(Moments.correction, ridge=ridge) for ridge in sorted(RIDGES, reverse=True)]
-    missed, costs = [], []
+    behind, missed, costs = references.answers_behind(trunk), [], []
     for make in makes:  # answers of one at a time: those of a language model take much memory
-        found = references.answers_behind(trunk, [make(moments) for moments in others])
+        found = behind([make(moments) for moments in others])
         missed.append(misses(references.answers, found, chooses))
         costs.append(_cost(references, found, chooses))
     best = simplest_good(missed)

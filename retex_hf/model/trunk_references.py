@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from operator import add
@@ -109,17 +109,24 @@ class TaskReferences:
         model = self._whole.expert(self._group, recovered)
         return [self._answer(model, part) for part in self.split()]
 
-    def answers_behind(self, trunk: SharedTrunk, corrections: Sequence[Correction]) -> list[Tensor]:
-        """Return the answers of the expert behind a trunk to each part, with the correction of its fold."""
+    def answers_behind(self, trunk: SharedTrunk) -> Callable[[Sequence[Correction]], list[Tensor]]:
+        """Return a function that gives the answers of the expert behind a trunk to each part, with the correction of
+        its fold. The trunk runs once."""
         extractor = extractor_of(self.parts, [trunk.junction], trunk.blocks)
         expert = _runner_behind(self.parts, trunk).expert(self._group)
-        found = []
-        for part in self.split():
-            recorded = extractor.record(part.inputs)
-            alignment, weights = Alignment.of([corrections[part.fold]]), torch.ones(recorded.rows, 1)
-            record = record_of(recorded).aligned(trunk.junction, recorded.layouts[trunk.junction], alignment, weights)
-            found.append(replaying(record, None, partial(self._answer, expert, part)))
+        read = [(part, extractor.record(part.inputs)) for part in self.split()]
+
+        def found(corrections: Sequence[Correction]) -> list[Tensor]:
+            return [self._continued(expert, trunk, part, recorded, corrections[part.fold]) for part, recorded in read]
+
         return found
+
+    def _continued(
+        self, expert: nn.Module, trunk: SharedTrunk, part: Part, recorded: Recorded, correction: Correction
+    ) -> Tensor:
+        alignment, weights = Alignment.of([correction]), torch.ones(recorded.rows, 1)
+        record = record_of(recorded).aligned(trunk.junction, recorded.layouts[trunk.junction], alignment, weights)
+        return replaying(record, None, partial(self._answer, expert, part))
 
     def _answer(self, model: nn.Module, part: Part) -> Tensor:
         return _answers(model, self._extractor.select(part.inputs), part.rows)
