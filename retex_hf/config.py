@@ -200,7 +200,7 @@ class RetexConfig:
     feature_pooling: str = "mean"
     feature_source: str = "merged"
     shared_trunk: bool | str = False
-    trunk_tolerance: float = 0.01
+    trunk_tolerance: float = 0.005
     num_reference: int = 64
     signature_rank: int | float = 6
     tasks: list[str] = field(default_factory=list)
