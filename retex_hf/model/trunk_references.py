@@ -38,7 +38,8 @@ Batches = Sequence[Mapping[str, Any]]
 # Folds of the references: what aligns a row when the cost is measured was fitted without it.
 FOLDS = 4
 # The differences are known for any input, so that each reference serves in bad weather too, so many times.
-COPIES = 3
+# With so many positions per regressor there are enough of them without: those in bad weather would only mislead.
+COPIES, ENOUGH = 3, 16
 # Positions that are fitted to, of a batch: more take time, and change next to nothing.
 MOST_POSITIONS = 8192
 
@@ -86,11 +87,15 @@ class TaskReferences:
         merged = extractor_of(self.parts, [junction])
         expert = FeatureExtractor(self._whole.expert(self._group), [junction], self.parts.config.feature_pooling)
         found: dict[int, list[Moments]] = {fold: [] for fold in range(self.folds)}
+        seen, regressed = 0, 1
         for copy in range(COPIES + 1):
+            if seen >= ENOUGH * regressed:
+                break
             for part in self.split(copy):
                 own, theirs = (_hidden(each.record(part.inputs), junction) for each in (merged, expert))
                 mask = part.inputs.get("attention_mask")
                 states, differences = (unmasked(states, mask).cpu() for states in (regressors(own), theirs - own))
+                seen, regressed = seen + len(states), states.shape[1]
                 chosen = _some(len(states), MOST_POSITIONS // self.folds)
                 found[part.fold].append(Moments.of(states[chosen], differences[chosen]))
         return [reduce(add, of_fold) for of_fold in found.values()]
