@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from retex_hf import ConfigError, RetexConfig, RetexError, RetexModel
+from retex_hf.model import trunk_references
 from retex_hf.model.shared_trunk import changed_answers, mean_cost, misses, simplest_good
 from retex_hf.model.trunk_references import TaskReferences
 
@@ -429,6 +430,17 @@ def test_a_perturbed_row_is_in_the_fold_of_the_row():
             assert (near % 4 == part.fold).all() and len(near) == part.rows
             seen += near.tolist()
         assert sorted(seen) == list(range(7))
+
+
+def test_references_are_perturbed_where_positions_are_few(monkeypatch):
+    model, _, family = build("vit")
+    fit(model, family)
+    references = TaskReferences(model.parts(), "red", [family.inputs(8)])
+    counts = []
+    for enough in (1e-9, 1e9):
+        monkeypatch.setattr(trunk_references, "ENOUGH", enough)
+        counts.append(sum(moments.count for moments in references.moments("layers.0")))
+    assert counts[0] > 0 and counts[1] == (1 + trunk_references.COPIES) * counts[0]
 
 
 def test_what_is_lost_is_what_the_expert_believes_in():
