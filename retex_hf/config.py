@@ -151,9 +151,10 @@ class RetexConfig:
             what the expert's own layers would. True shares the layers up to the feature layer; `"auto"` the deepest
             trunk up to there within `trunk_tolerance`, or none. Rows whose task is named run on the whole expert.
             `fit_signatures` reports how much the outputs change.
-        trunk_tolerance: Share of the answers (classes, or next tokens) to held-out references that `"auto"` lets the
-            trunk change, on average over tasks; where a model gives no answers, ten times as much is the distance that
-            outputs may move back towards the merged model, relative to the expert's.
+        trunk_tolerance: Share of right answers (classes, or next tokens) that `"auto"` lets the trunk lose, as expected
+            from the experts' own probabilities on held-out references, on average over tasks; where a model gives no
+            answers, ten times as much is the distance that outputs may move back towards the merged model, relative to
+            the expert's.
         num_reference: Number of reference inputs per task that `fit_signatures` takes.
         signature_rank: Dimension of a task's subspace: an integer, or a ratio of `min(num_reference, width)`, as in the
             paper.
@@ -199,7 +200,7 @@ class RetexConfig:
     feature_pooling: str = "mean"
     feature_source: str = "merged"
     shared_trunk: bool | str = False
-    trunk_tolerance: float = 0.01
+    trunk_tolerance: float = 0.005
     num_reference: int = 64
     signature_rank: int | float = 6
     tasks: list[str] = field(default_factory=list)

@@ -3,9 +3,9 @@
     python examples/benchmarks/trunk.py --work-dir retex-text --rows 100   # --references 64 256 --depths 2 4
 
 At every depth the features that identify a task are those of the same layer, so the three models take rows for the same
-tasks. Accuracy is relative to the experts, task unknown. *Changed* is the estimate that `fit_signatures` makes on
-held-out references: the share of answers that the trunk changes. The last line is what `shared_trunk="auto"` takes.
-Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
+tasks. Accuracy is relative to the experts, task unknown. *Lost* is the estimate that `fit_signatures` makes on held-out
+references: the share of right answers that the trunk loses, by the expert's own probabilities. The last line is what
+`shared_trunk="auto"` takes. Time is measured by routing_cost.py. Writes `trunk.json` and `trunk.md` into the work dir.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retex_hf.evaluation.metrics import normalised
 from retex_hf.model.shared_trunk import mean_cost
 from retex_hf.routing import Alignment, feature_blocks
 
-COLUMNS = ["layers", "references", "trunk", "accuracy", "identified", "changed (estimate)"]
+COLUMNS = ["layers", "references", "trunk", "accuracy", "identified", "lost (estimate)"]
 
 
 def main() -> None:
@@ -34,6 +34,7 @@ def main() -> None:
         references={"type": int, "nargs": "+", "default": [64, 256], "help": "numbers of references per task"},
         storage={"default": "2%", "help": "budget of the recovery"},
         depths={"type": int, "nargs": "*", "help": "numbers of layers to share; default: all"},
+        fixed={"action": "store_true", "help": "leave out what auto takes, which fits trunks of several depths"},
     )
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
     experts = accuracies(study, Individual(), "known")
@@ -41,7 +42,7 @@ def main() -> None:
     model = RetexModel.from_experts(study.material.base, study.material.experts, config, progress=False)
     rows = []
     for count in arguments.references:
-        found = lines(study, model, experts, count, arguments.depths)
+        found = lines(study, model, experts, count, arguments.depths, arguments.fixed)
         for row in tqdm(found, desc=f"{count} references", unit="model"):
             tqdm.write(str(row))
             rows.append(row)
@@ -50,12 +51,13 @@ def main() -> None:
 
 
 def lines(
-    study: Study, model: RetexModel, experts: dict[str, float], count: int, depths: list[int] | None
+    study: Study, model: RetexModel, experts: dict[str, float], count: int, depths: list[int] | None, fixed: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table for a number of references."""
     references = {task: study.material.references(task, count) for task in study.tasks}
     blocks = feature_blocks(model.get_base_model())
-    for depth in (*(range(len(blocks) - 1) if depths is None else [number - 1 for number in depths]), "auto"):
+    indices = range(len(blocks) - 1) if depths is None else [number - 1 for number in depths]
+    for depth in (*indices, *([] if fixed else ["auto"])):
         options = {"feature_layer": depth, "shared_trunk": "auto" if depth == "auto" else True}
         model.retex_config = replace(model.retex_config, num_reference=count, **options)
         model.fit_signatures(references, progress=False)
@@ -72,7 +74,7 @@ def lines(
                 "trunk": form,
                 "accuracy": float(normalised([found[task] for task in experts], list(experts.values()))),
                 "identified": sum(identified) / len(identified),
-                "changed (estimate)": mean_cost(trunk["cost"]) if form == "aligned" and trunk is not None else None,
+                "lost (estimate)": mean_cost(trunk["cost"]) if form == "aligned" and trunk is not None else None,
             }
 
 

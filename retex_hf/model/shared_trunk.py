@@ -2,132 +2,128 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..artifact.state import RetexParts
 from ..errors import ConfigError
-from ..execution import ExpertRunner, Group, SharedTrunk, TrunkRecord, forward_inputs, replaying, replays_cache
+from ..execution import SharedTrunk, replays_cache
 from ..routing import (
+    RIDGES,
     Alignment,
-    Entry,
-    FeatureExtractor,
+    Correction,
+    Moments,
     Signatures,
-    answers,
     describe_trunk,
     keeps_cache,
-    positions,
     trunk_blocks,
     trunk_parameters,
 )
-from ..routing.features import Recorded, first_tensor
+from ..routing.features import first_tensor
 from ..routing.pooling import Layout
 from ..utils.progress import remark, track
-from .components import extractor_of, runner_of
+from .components import extractor_of
+from .trunk_references import Batches, TaskReferences, distance, record_of
 
-Batches = Sequence[Mapping[str, Any]]
-# Folds of the references: what aligns a row when the cost is measured was fitted without it.
-FOLDS = 4
-# Positions of a task that are fitted to: more take time, and change next to nothing.
-MOST_POSITIONS = 8192
 # Where a model gives no classes or tokens, so many times the tolerance bounds how far outputs move.
 WITHOUT_ANSWERS = 10
 
 
 @dataclass(frozen=True)
-class TaskStates:
-    """Hidden states (N, d) of the merged model and of an expert at the same positions, and the reference of each."""
+class Fitted:
+    """The correction of a task at a junction, and its cost on references that it was not fitted to.
 
-    merged: Tensor
-    expert: Tensor
-    reference: Tensor
+    `change` is the distance between the outputs of the expert behind the trunk and of the whole expert, relative to the
+    distance between the whole expert and the merged model: 0 loses nothing, 1 is as bad as the merged model.
+    `agreement` is the share of answers (classes, or next tokens) that stay the same, and `lost` the share of right
+    answers that is expected to be lost, where a model gives such: an answer that the whole expert found almost as
+    likely as its own costs next to nothing.
+    """
 
-    def without(self, fold: int, folds: int) -> tuple[Tensor, Tensor]:
-        """Return the pairs of all references but one fold's; of all where there is one fold only."""
-        kept = (self.reference % folds != fold) | (folds == 1)
-        return self.merged[kept], self.expert[kept]
+    correction: Correction
+    cost: dict[str, float]
 
 
-class TrunkFitter:
-    """Fits the alignment at a junction, and measures what a trunk up to there costs, on references of some tasks."""
+def fit_correction(references: TaskReferences, trunk: SharedTrunk, chooses: bool) -> Fitted:
+    """Fit the correction of a task behind a trunk.
 
-    def __init__(self, parts: RetexParts, references: Mapping[str, Batches]) -> None:
-        self.parts, self.references = parts, references
-        self._full = runner_of(parts)
-        self._expected: dict[str, tuple[list[Tensor], float]] = {}
+    How far the answers to references of the other folds are from the whole expert's decides between no correction and
+    the weights of the ridge: it is the strongest restraint that is as good as the best, but for chance.
+    """
+    folds = references.moments(trunk.junction)
+    everything = reduce(add, folds)
+    # Of one reference alone, nothing can be held out.
+    others = [_without(folds, fold) if len(folds) > 1 else everything for fold in range(len(folds))]
+    makes: list[Callable[[Moments], Correction]] = [Moments.no_correction]
+    makes += [partial(Moments.correction, ridge=ridge) for ridge in sorted(RIDGES, reverse=True)]
+    behind, missed, costs = references.answers_behind(trunk), [], []
+    for make in makes:  # answers of one at a time: those of a language model take much memory
+        found = behind([make(moments) for moments in others])
+        missed.append(misses(references.answers, found, chooses))
+        costs.append(_cost(references, found, chooses))
+    best = simplest_good(missed)
+    return Fitted(makes[best](everything), costs[best])
 
-    def _group(self, task: str) -> Group:
-        return Group(self.parts.config.tasks.index(task), torch.arange(0))
 
-    def states(self, task: str, junction: str) -> TaskStates:
-        """Return hidden states at the junction on a task's references."""
-        merged = extractor_of(self.parts, [junction])
-        pooling = self.parts.config.feature_pooling
-        expert = FeatureExtractor(self._full.expert(self._group(task)), [junction], pooling)
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        rows = 0
-        for batch in self.references[task]:
-            recorded = merged.record(batch)
-            (own, owner), (theirs, _) = (_positions(each, junction, batch) for each in (recorded, expert.record(batch)))
-            found.append((own, theirs, owner + rows))
-            rows += recorded.rows
-        parts = [torch.cat(part) for part in zip(*found, strict=True)]
-        stride = math.ceil(len(parts[0]) / MOST_POSITIONS)
-        return TaskStates(*(part[::stride].cpu() for part in parts))
+def simplest_good(missed: Sequence[Tensor]) -> int:
+    """Return the first candidate that the best misses less than by no more than chance, of the misses of each.
 
-    def cost(self, task: str, trunk: SharedTrunk, states: TaskStates) -> dict[str, float]:
-        """Return how much an expert behind the trunk differs from the whole expert on the task's references.
+    The difference of their means is compared to its standard error, over the same outputs.
 
-        `change` is the distance between their outputs, relative to the distance between the whole expert and the merged
-        model: 0 loses nothing, 1 is as bad as the merged model. `agreement` is the share of answers (classes, or next
-        tokens) that stay the same, where a model gives such.
-        """
-        folds = min(FOLDS, int(states.reference.max()) + 1)
-        cross_fitted = Alignment.fit([states.without(fold, folds) for fold in range(folds)])
-        runner = _runner_behind(self.parts, trunk)
-        expert, rows, found = runner.expert(self._group(task)), 0, []
-        extractor = extractor_of(self.parts, [trunk.junction], trunk.blocks)
-        for batch in self.references[task]:
-            recorded = extractor.record(batch)
-            weights = torch.nn.functional.one_hot((torch.arange(recorded.rows) + rows) % folds, folds).float()
-            record = record_of(recorded).aligned(
-                trunk.junction, recorded.layouts[trunk.junction], cross_fitted, weights
-            )
-            inputs = extractor.select(batch)
-            found.append(replaying(record, None, partial(_answers, expert, inputs, recorded.rows)))
-            rows += recorded.rows
-        expected, distance = self._whole(task, extractor)
-        missed = _distance(expected, found)
-        cost = {"change": missed / distance if distance > 0 else 0.0}
-        if self._chooses():
-            same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(expected, found, strict=True)])
-            cost["agreement"] = same.float().mean().item()
-        return cost
+    >>> import torch
+    >>> simplest_good([torch.tensor([9.0, 9.0]), torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0])])
+    1
+    """
+    best = min(missed, key=lambda each: each.mean().item())
+    excess = [each - best for each in missed]
+    return next(i for i, each in enumerate(excess) if each.mean() <= each.std(correction=0) / math.sqrt(len(each)))
 
-    def _whole(self, task: str, extractor: FeatureExtractor) -> tuple[list[Tensor], float]:
-        """Return the whole expert's answers, and their distance from those of the merged model."""
-        if task not in self._expected:
-            inputs = [(extractor.select(batch), extractor.count_rows(batch)) for batch in self.references[task]]
-            models = [self._full.expert(self._group(task), recovered) for recovered in (True, False)]
-            found, others = ([_answers(model, *one) for one in inputs] for model in models)
-            self._expected[task] = (found, _distance(found, others))
-        return self._expected[task]
 
-    def _chooses(self) -> bool:
-        """Return whether the largest output is the answer: the class of a row, or the next token."""
-        kinds = {described.get("problem_type") for described in self.parts.config.labels.values()}
-        widths = [len(described["id2label"]) for described in self.parts.config.labels.values()]
-        if widths:
-            return kinds <= {None, "single_label_classification"} and min(widths) > 1
-        can_generate = getattr(self.parts.model, "can_generate", None)
-        return can_generate is not None and can_generate()
+def misses(expected: Sequence[Tensor], found: Sequence[Tensor], chooses: bool) -> Tensor:
+    """Return how far each output is from the expected one: by the divergence of answers, where there are any."""
+    pairs = zip(expected, found, strict=True)
+    if not chooses:
+        return torch.cat([(a - b).square().flatten(1).sum(1) if a.ndim > 1 else (a - b).square() for a, b in pairs])
+    likelihoods = ((a.log_softmax(-1), b.log_softmax(-1)) for a, b in pairs)
+    # What both exclude differs by nothing, though infinity minus infinity is no number.
+    return torch.cat([(own.exp() * (own - other)).nan_to_num(0.0).sum(-1).flatten() for own, other in likelihoods])
+
+
+def _without(folds: Sequence[Moments], fold: int) -> Moments:
+    return reduce(add, [moments for other, moments in enumerate(folds) if other != fold])
+
+
+def _cost(references: TaskReferences, found: Sequence[Tensor], chooses: bool) -> dict[str, float]:
+    missed, whole = distance(references.answers, found), references.distance_of_merged
+    cost = {"change": missed / whole if whole > 0 else 0.0}
+    return cost | (changed_answers(references.answers, found) if chooses else {})
+
+
+def changed_answers(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+    """Return the share of answers that stay the same, and of right ones that is expected to be lost."""
+    same, lost = [], []
+    for own, other in zip(expected, found, strict=True):
+        likely, answer = own.softmax(-1), other.argmax(-1)
+        same.append((own.argmax(-1) == answer).flatten())
+        lost.append((likely.amax(-1) - likely.gather(-1, answer.unsqueeze(-1)).squeeze(-1)).flatten())
+    return {"agreement": torch.cat(same).double().mean().item(), "lost": torch.cat(lost).mean().item()}
+
+
+def _chooses(parts: RetexParts) -> bool:
+    """Return whether the largest output is the answer: the class of a row, or the next token."""
+    kinds = {described.get("problem_type") for described in parts.config.labels.values()}
+    widths = [len(described["id2label"]) for described in parts.config.labels.values()]
+    if widths:
+        return kinds <= {None, "single_label_classification"} and min(widths) > 1
+    can_generate = getattr(parts.model, "can_generate", None)
+    return can_generate is not None and can_generate()
 
 
 def with_shared_trunk(parts: RetexParts, references: Mapping[str, Batches], progress: bool) -> RetexParts:
@@ -135,21 +131,21 @@ def with_shared_trunk(parts: RetexParts, references: Mapping[str, Batches], prog
     `shared_trunk="auto"` finds none that is good enough."""
     config, signatures = parts.config, parts.signatures
     assert isinstance(signatures, Signatures)  # a trunk ends at their feature layer, or before
-    fitter = TrunkFitter(parts, references)
+    by_task = {task: TaskReferences(parts, task, references[task]) for task in config.tasks}
     depths = _usable_blocks(parts, signatures.feature_layer, references[config.tasks[0]][0])
     if config.shared_trunk is True:
         depths = depths[-1:]
     tried: dict[int, tuple[SharedTrunk, dict[str, Any]]] = {}
 
     def good(depth: int) -> bool:
-        tried[depth] = _fit(fitter, depths[depth], progress)
+        tried[depth] = _fit(parts, by_task, references[config.tasks[0]][0], depths[depth], progress)
         return config.shared_trunk is True or mean_cost(tried[depth][1]["cost"]) <= config.trunk_tolerance
 
     best = _deepest(len(depths), good)
     if best is None:
         if progress:
             remark(
-                f"No shared trunk: the shallowest, up to {depths[0]}, changes "
+                f"No shared trunk: the shallowest, up to {depths[0]}, loses "
                 f"{mean_cost(tried[0][1]['cost']):.1%} of the answers, more than trunk_tolerance allows.",
                 in_logs=True,
             )
@@ -172,40 +168,42 @@ def _deepest(count: int, good: Callable[[int], bool]) -> int | None:
     return None if low < 0 else low
 
 
-def _fit(fitter: TrunkFitter, junction: str, progress: bool) -> tuple[SharedTrunk, dict[str, Any]]:
+def _fit(
+    parts: RetexParts,
+    references: Mapping[str, TaskReferences],
+    sample: Mapping[str, Any],
+    junction: str,
+    progress: bool,
+) -> tuple[SharedTrunk, dict[str, Any]]:
     """Return a trunk up to a junction, and its description, with its cost."""
-    parts, tasks = fitter.parts, fitter.parts.config.tasks
-    sample = fitter.references[tasks[0]][0]
     extractor = extractor_of(parts, [junction])
-    layout = extractor.record(sample).layouts[junction]
-    hidden = first_tensor(extractor.record(sample).outputs[junction])
-    blocks = trunk_blocks(parts.model, junction)
+    recorded = extractor.record(sample)
+    hidden, layout = first_tensor(recorded.outputs[junction]), recorded.layouts[junction]
+    width, blocks = hidden.shape[layout.features], trunk_blocks(parts.model, junction)
     parameters = trunk_parameters(extractor, sample, parts.model)
-    states = {task: fitter.states(task, junction) for task in tasks}
-    alignment = Alignment.fit([(found.merged, found.expert) for found in states.values()])
-    trunk = SharedTrunk(blocks, parameters, layout.features - hidden.ndim, alignment)
-    costs = {
-        task: fitter.cost(task, trunk, states[task])
-        for task in track(tasks, title=f"Aligning experts at {junction}", unit="task", progress=progress)
+    plain = Alignment(torch.zeros(0, 1, width), torch.zeros(0, 1, width), torch.zeros(0, width))
+    trunk = SharedTrunk(blocks, parameters, layout.features - hidden.ndim, plain)
+    fitted = {
+        task: fit_correction(of_task, trunk, _chooses(parts))
+        for task, of_task in track(references.items(), title=f"Aligning at {junction}", unit="task", progress=progress)
     }
     cached = keeps_cache(extractor, sample, parts.model)
-    return trunk, {
+    return replace(trunk, alignment=Alignment.of([found.correction for found in fitted.values()])), {
         "junction": junction,
         "axis": trunk.axis,
         "parameters": parameters,
         "cached": cached,
         "replayed": not cached or _replays_cache(parts, junction, sample),
-        "cost": costs,
+        "cost": {task: found.cost for task, found in fitted.items()},
     }
 
 
 def align_new_task(parts: RetexParts, name: str, batches: Batches) -> tuple[Alignment, dict[str, float]]:
     """Return the alignment of one more task at the junction of a trunk, and its cost."""
-    assert parts.config.trunk is not None
-    fitter, junction = TrunkFitter(parts, {name: batches}), parts.config.trunk["junction"]
-    states = fitter.states(name, junction)
-    alignment = Alignment.fit([(states.merged, states.expert)])
-    return alignment, fitter.cost(name, trunk_of(parts, alignment), states)
+    assert isinstance(parts.signatures, Signatures) and parts.signatures.alignment is not None
+    trunk = trunk_of(parts, parts.signatures.alignment)
+    fitted = fit_correction(TaskReferences(parts, name, batches), trunk, _chooses(parts))
+    return Alignment.of([fitted.correction]), fitted.cost
 
 
 def trunk_of(parts: RetexParts, alignment: Alignment) -> SharedTrunk:
@@ -218,17 +216,12 @@ def trunk_of(parts: RetexParts, alignment: Alignment) -> SharedTrunk:
 
 
 def mean_cost(costs: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the share of answers that a trunk changes; where there are none, a tenth of the change of outputs."""
+    """Return the share of answers that a trunk loses; where there are none, a tenth of the change of outputs."""
 
     def of_task(cost: Mapping[str, float]) -> float:
-        return 1 - cost["agreement"] if "agreement" in cost else cost["change"] / WITHOUT_ANSWERS
+        return cost["lost"] if "lost" in cost else cost["change"] / WITHOUT_ANSWERS
 
     return sum(map(of_task, costs.values())) / len(costs)
-
-
-def record_of(recorded: Recorded) -> TrunkRecord:
-    """Return what a pass has recorded of a trunk."""
-    return TrunkRecord(recorded.outputs, recorded.rows, recorded.proof, recorded.reading, recorded.cache)
 
 
 def _replays_cache(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> bool:
@@ -240,10 +233,6 @@ def _replays_cache(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> 
     return replays_cache(parts.model, blocks, record_of(recorded), extractor_of(parts, [layer]).select(sample))
 
 
-def _runner_behind(parts: RetexParts, trunk: SharedTrunk) -> ExpertRunner:
-    return runner_of(replace(parts, recovery=parts.recovery.without(trunk.parameters)), trunk=trunk)
-
-
 def _usable_blocks(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> list[str]:
     """Return the blocks up to a layer at which hidden states can be aligned."""
     found = extractor_of(parts, trunk_blocks(parts.model, layer)).layouts(sample)
@@ -251,24 +240,3 @@ def _usable_blocks(parts: RetexParts, layer: str, sample: Mapping[str, Any]) -> 
     if layer not in usable:
         raise ConfigError(f"RetexConfig.shared_trunk: module {layer!r} {found[layer]}.")
     return usable
-
-
-def _positions(recorded: Recorded, layer: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    hidden = first_tensor(recorded.outputs[layer]).float()
-    mask = batch.get("attention_mask")
-    return positions(hidden, recorded.layouts[layer], recorded.reading, mask, recorded.rows)
-
-
-@torch.no_grad()
-def _answers(model: nn.Module, inputs: Mapping[str, Any], rows: int) -> Tensor:
-    """Return the main output of a model at all positions without padding; of a decoder behind an encoder, that for its
-    first token."""
-    entry, mask = Entry(model), inputs.get("attention_mask")
-    if entry.part is not model and "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        return answers(model(**forward_inputs(model, inputs, rows))).cpu().double()
-    found = answers(entry(**inputs)).cpu().double()
-    return found[mask.bool().cpu()] if isinstance(mask, Tensor) and found.shape[:-1] == mask.shape else found
-
-
-def _distance(some: list[Tensor], others: list[Tensor]) -> float:
-    return math.sqrt(sum((a - b).square().sum().item() for a, b in zip(some, others, strict=True)))

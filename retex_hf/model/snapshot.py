@@ -36,7 +36,8 @@ from ..routing import FeatureExtractor, Routing, Signatures, decide
 from ..routing.features import Recorded
 from .components import centre_of, extractor_of, runner_of, scorer_of
 from .peft_names import check_spelling
-from .shared_trunk import record_of, trunk_of
+from .shared_trunk import trunk_of
+from .trunk_references import record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .alignment import Alignment, positions
+    from .alignment import RIDGES, Alignment, Correction, Moments, entries, regressors, unmasked
     from .decision import Routing, decide
     from .feature_space import FeatureSpace
     from .features import Entry, FeatureExtractor
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from .weight_scores import WeightScorer, WeightSignatures
 
 __all__ = [
+    "RIDGES",
     "Alignment",
+    "Correction",
     "Entry",
     "FeatureExtractor",
     "FeatureSpace",
+    "Moments",
     "Routing",
     "Signatures",
     "WeightScorer",
@@ -43,6 +46,7 @@ __all__ = [
     "candidate_layers",
     "decide",
     "describe_trunk",
+    "entries",
     "feature_blocks",
     "fit_signature",
     "fit_signatures",
@@ -51,20 +55,24 @@ __all__ = [
     "keeps_cache",
     "noted",
     "pool",
-    "positions",
     "reference_features",
+    "regressors",
     "shallowest_good",
     "stored_shapes",
     "synthetic_batches",
     "trunk_blocks",
     "trunk_parameters",
     "trying",
+    "unmasked",
 ]
 _HOMES = {
+    "RIDGES": "alignment",
     "Alignment": "alignment",
+    "Correction": "alignment",
     "Entry": "features",
     "FeatureExtractor": "features",
     "FeatureSpace": "feature_space",
+    "Moments": "alignment",
     "Routing": "decision",
     "Signatures": "signatures",
     "WeightScorer": "weight_scores",
@@ -75,6 +83,7 @@ _HOMES = {
     "candidate_layers": "layers",
     "decide": "decision",
     "describe_trunk": "trunk_tensors",
+    "entries": "alignment",
     "feature_blocks": "layers",
     "fit_signature": "signatures",
     "fit_signatures": "fitting",
@@ -83,14 +92,15 @@ _HOMES = {
     "keeps_cache": "trunk_tensors",
     "noted": "fitting",
     "pool": "pooling",
-    "positions": "alignment",
     "reference_features": "fitting",
+    "regressors": "alignment",
     "shallowest_good": "signatures",
     "stored_shapes": "signatures",
     "synthetic_batches": "synthetic",
     "trunk_blocks": "layers",
     "trunk_parameters": "trunk_tensors",
     "trying": "fitting",
+    "unmasked": "alignment",
 }
 
 

@@ -1,7 +1,8 @@
 """Alignment of a shared trunk: what to add to the hidden state at its end, once the task of a row is known.
 
 The merged trunk gives the expert's next layer other hidden states than the expert's own trunk would. Over the positions
-of reference inputs, a ridge regression of low rank predicts the difference from the merged hidden state.
+of reference inputs, a ridge regression of low rank predicts the difference from the merged hidden state; in a map, from
+those around the position too, because the layers of a trunk have mixed them.
 """
 
 from __future__ import annotations
@@ -12,23 +13,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..rows import Along, Reading
 from ..utils.records import is_record, rebuilt, record_fields
 from .feature_space import top_directions
 from .pooling import Layout
 
+# A correction costs `2 r d` multiplications per position, and `10 r d` where it reads the positions around.
 RANK = 64
 # Names of the tensors, as they are stored.
 TENSORS = ("trunk_down", "trunk_up", "trunk_shift")
-# Weight of the ridge, relative to the mean variance of a feature.
-RIDGE = 0.1
+# Weights of the ridge, relative to the mean variance of a regressor: those that are tried.
+RIDGES = (0.01, 0.1, 1.0)
+# Positions that a map's correction reads are SIDE x SIDE, of maps with at most so many regressors.
+SIDE, MOST_REGRESSORS = 3, 4096
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What one task adds to a hidden state `h` (d,): `up.T @ (down @ h) + shift`, of `down` and `up` (r, d) and `shift`
+    (d,). A `down` (r, d, 3, 3) is a convolution of maps, continued beyond their edge by what is there."""
+
+    down: Tensor
+    up: Tensor
+    shift: Tensor
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return what is added to hidden states (n, ..., d)."""
+        if self.down.ndim == 2:
+            return (hidden @ self.down.T) @ self.up + self.shift
+        return functional.conv2d(_continued(hidden), self.down).movedim(1, -1) @ self.up + self.shift
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The correction of each task: `down` and `up` (T, r, d) and `shift` (T, d) add `up.T @ (down @ h) + shift` to a
-    hidden state `h` (d,).
+    """The corrections of all tasks: `down` and `up` (T, r, d) and `shift` (T, d), or `down` (T, r, d, 3, 3).
 
     >>> import torch
     >>> from retex_hf.routing.alignment import Alignment
@@ -42,10 +62,9 @@ class Alignment:
     shift: Tensor
 
     @classmethod
-    def fit(cls, pairs: Sequence[tuple[Tensor, Tensor]], rank: int = RANK) -> Alignment:
-        """Fit the correction of each task to its pairs of hidden states (N, d): merged, and the expert's."""
-        fitted = [fit_correction(merged, expert, rank) for merged, expert in pairs]
-        return cls(*(torch.stack(parts) for parts in zip(*fitted, strict=True)))
+    def of(cls, corrections: Sequence[Correction]) -> Alignment:
+        """Return the alignment of tasks with these corrections."""
+        return cls(*(torch.stack([getattr(one, part) for one in corrections]) for part in ("down", "up", "shift")))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -59,9 +78,8 @@ class Alignment:
         weights = weights.to(found.device, found.dtype)
         for task in weights.any(0).nonzero().flatten().tolist():
             rows = weights[:, task].nonzero().flatten()
-            part = hidden[rows].to(found.dtype)
             share = weights[rows, task].view(-1, *[1] * (hidden.ndim - 1))
-            found[rows] += share * ((part @ down[task].T) @ up[task] + shift[task])
+            found[rows] += share * Correction(down[task], up[task], shift[task])(hidden[rows].to(found.dtype))
         return found.to(hidden.dtype)
 
     def to(self, device: torch.device) -> Alignment:
@@ -78,37 +96,72 @@ class Alignment:
         return Alignment(self.down[kept], self.up[kept], self.shift[kept])
 
 
-def fit_correction(merged: Tensor, expert: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `down` and `up` (rank, d) and `shift` (d,), which take merged hidden states (N, d) to the expert's.
+@dataclass(frozen=True)
+class Moments:
+    """Sums over positions that a regression needs, in double precision: their number, of the regressors `x` (k,), of
+    the differences `y` (d,), of `x x.T` and of `x y.T`. Those of other positions are added."""
 
-    Minimises `|X B - Y|^2 + ridge |B|^2` over centred states `X` and differences `Y`, and keeps the directions in which
-    the fitted values are largest: the best of this rank for the fitted values (reduced-rank regression).
-    """
-    states, differences = merged.double(), (expert - merged).double()
-    mean, shift = states.mean(0), differences.mean(0)
-    states, differences = states - mean, differences - shift
-    count, width = states.shape
-    ridge = RIDGE * states.square().sum() / width + torch.finfo(torch.float32).tiny
-    if count < width:  # the same solution, from the smaller of the two matrices
-        gram = states @ states.T + ridge * torch.eye(count, dtype=states.dtype, device=states.device)
-        mapping = states.T @ torch.linalg.solve(gram, differences)
-    else:
-        gram = states.T @ states + ridge * torch.eye(width, dtype=states.dtype, device=states.device)
-        mapping = torch.linalg.solve(gram, states.T @ differences)
-    fitted = states @ mapping
-    _, up = top_directions(fitted.T @ fitted, rank)
-    up = torch.nn.functional.pad(up.to(mapping), (0, 0, 0, rank - len(up)))  # of fewer features than the rank
-    down = (mapping @ up.T).T
-    shift = shift - up.T @ (down @ mean)
-    return down.float().contiguous(), up.float().contiguous(), shift.float()
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+
+    @classmethod
+    def of(cls, regressors: Tensor, differences: Tensor) -> Moments:
+        """Return the moments of positions with regressors (N, k) and differences (N, d)."""
+        x, y = regressors.double(), differences.double()
+        return cls(len(x), x.sum(0), y.sum(0), x.T @ x, x.T @ y)
+
+    def __add__(self, other: Moments) -> Moments:
+        parts = ("count", "x", "y", "xx", "xy")
+        return Moments(*(getattr(self, part) + getattr(other, part) for part in parts))
+
+    def correction(self, ridge: float) -> Correction:
+        """Return the correction that takes merged hidden states to the expert's.
+
+        Minimises `|X B - Y|^2 + weight |B|^2` over centred regressors `X` and differences `Y`, and keeps the directions
+        in which the fitted values are largest: the best of this rank for the fitted values (reduced-rank regression).
+        """
+        (width, features), count = self.xy.shape, max(self.count, 1)
+        mean, shift = self.x / count, self.y / count
+        gram, product = self.xx - count * torch.outer(mean, mean), self.xy - count * torch.outer(mean, shift)
+        weight = ridge * gram.trace() / width + torch.finfo(torch.float32).tiny
+        mapping = torch.linalg.solve(gram + weight * torch.eye(width).to(gram), product)
+        _, directions = top_directions(mapping.T @ gram @ mapping, RANK)
+        up = directions.to(mapping)
+        down = (mapping @ up.T).T
+        shift = shift - up.T @ (down @ mean)
+        down = down if width == features else down.view(-1, features, SIDE, SIDE)
+        return Correction(down.float().contiguous(), up.float().contiguous(), shift.float())
+
+    def no_correction(self) -> Correction:
+        """Return the correction, of the shapes of the others, that leaves merged hidden states as they are."""
+        width, features = self.xy.shape
+        rank = min(RANK, features)
+        shape = (rank, features) if width == features else (rank, features, SIDE, SIDE)
+        return Correction(torch.zeros(shape), torch.zeros(rank, features), torch.zeros(features))
+
+
+def regressors(hidden: Tensor) -> Tensor:
+    """Return what differences are predicted from, at each position of hidden states (n, ..., d): the hidden state, or
+    of maps (n, H, W, d) that are not too wide the 3 x 3 hidden states around (n, H, W, 9 d)."""
+    if hidden.ndim != 4 or SIDE * SIDE * hidden.shape[-1] > MOST_REGRESSORS:
+        return hidden
+    found = functional.unfold(_continued(hidden), SIDE)
+    return found.unflatten(2, hidden.shape[1:3]).movedim(1, -1)
+
+
+def _continued(maps: Tensor) -> Tensor:
+    """Return maps (n, H, W, d) as (n, d, H + 2, W + 2): what is at the edge is beyond it, too."""
+    return functional.pad(maps.movedim(-1, 1), (SIDE // 2,) * 4, mode="replicate")
 
 
 def align_entries(output: Any, layout: Layout, alignment: Alignment, weights: Tensor) -> Any:
     """Return a layer's output, aligned by weights (entries, T) of its entries."""
-    axes = (layout.rows.axis if isinstance(layout.rows, Along) else 0, layout.features)
 
     def align(hidden: Tensor) -> Tensor:
-        return alignment(hidden.movedim(axes, (0, -1)), weights).movedim((0, -1), axes)
+        return alignment(entries(hidden, layout), weights).movedim((0, -1), _axes(layout))
 
     return with_first_tensor(output, align)
 
@@ -120,18 +173,21 @@ def owners(layout: Layout, reading: Reading, rows: int) -> Tensor:
     return layout.rows.owner(reading)
 
 
-def positions(
-    hidden: Tensor, layout: Layout, reading: Reading, mask: Tensor | None, rows: int
-) -> tuple[Tensor, Tensor]:
-    """Return the hidden states (N, d) at all unmasked positions of a layer's output, and the row of each."""
-    axes = (layout.rows.axis if isinstance(layout.rows, Along) else 0, layout.features)
-    found = hidden.movedim(axes, (0, -1))
-    found = found.reshape(len(found), -1, found.shape[-1])
-    owner = owners(layout, reading, rows).unsqueeze(1).expand(found.shape[:2])
+def entries(hidden: Tensor, layout: Layout) -> Tensor:
+    """Return a layer's output as (entries, ..., d)."""
+    return hidden.movedim(_axes(layout), (0, -1))
+
+
+def unmasked(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Return hidden states (n, ..., d) at all unmasked positions: (N, d)."""
+    found = hidden.reshape(len(hidden), -1, hidden.shape[-1])
     if isinstance(mask, Tensor) and mask.shape == found.shape[:2]:
-        kept = mask.bool()
-        return found[kept.to(found.device)], owner[kept.to(owner.device)]
-    return found.flatten(0, 1), owner.flatten()
+        return found[mask.bool().to(found.device)]
+    return found.flatten(0, 1)
+
+
+def _axes(layout: Layout) -> tuple[int, int]:
+    return (layout.rows.axis if isinstance(layout.rows, Along) else 0, layout.features)
 
 
 def with_first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

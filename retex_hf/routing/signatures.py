@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import RetexError
 from ..utils.strict_files import is_count
+from .alignment import SIDE, Alignment
 from .alignment import TENSORS as TRUNK
-from .alignment import Alignment
 from .feature_space import FeatureSpace
 
 SpaceMaker = Callable[[Sequence[Mapping[str, Tensor]], Sequence[Mapping[str, Tensor]] | None], FeatureSpace]
@@ -172,7 +172,7 @@ def stored_shapes(description: Any, tasks: int) -> dict[str, tuple[int, ...]] | 
     trunk: Any = description.get("trunk")
     valid = (
         all(is_count(size) for size in sizes)
-        and (trunk is None or (isinstance(trunk, list) and len(trunk) == 2 and all(map(is_count, trunk))))
+        and (trunk is None or _is_trunk(trunk))
         and isinstance(layers, list) and all(isinstance(one, str) for one in layers)
         and layers[-1:] == [description.get("feature_layer")]
         and isinstance(temperature, (int, float)) and 0 < temperature < math.inf
@@ -190,8 +190,15 @@ def stored_shapes(description: Any, tasks: int) -> dict[str, tuple[int, ...]] | 
     if common:
         shapes |= {"wide_mean": (tasks, width), "wide_basis": (tasks, rank, width)}
     if trunk is not None:
-        shapes |= dict(zip(TRUNK, ((tasks, *trunk), (tasks, *trunk), (tasks, trunk[1])), strict=True))
+        shapes |= dict(zip(TRUNK, ((tasks, *trunk), (tasks, *trunk[:2]), (tasks, trunk[1])), strict=True))
     return shapes
+
+
+def _is_trunk(described: Any) -> bool:
+    """Return whether this is the shape of one task's `trunk_down`: of positions, or of the 3 x 3 around them."""
+    if not isinstance(described, list) or not all(map(is_count, described)):
+        return False
+    return len(described) == 2 or (len(described) == 4 and described[2:] == [SIDE, SIDE])
 
 
 def _residuals(features: Tensor, mean: Tensor, basis: Tensor) -> Tensor:

@@ -82,6 +82,9 @@ def describe_trunk(trunk: Mapping[str, Any]) -> str:
         worst = min(agreements, key=agreements.__getitem__)
         text += f"; {sum(agreements.values()) / len(agreements):.1%} of the answers stay the same"
         text += f", fewest in {worst!r} ({agreements[worst]:.1%})"
+    lost = [cost["lost"] for cost in costs.values() if "lost" in cost]
+    if lost:
+        text += f"; {sum(lost) / len(lost):.1%} of right answers are expected to be lost"
     if not trunk["replayed"]:
         text += "; the trunk still runs twice, because what its layers leave in the cache cannot be passed on"
     return text + "."

@@ -106,12 +106,13 @@ def test_the_tables_of_trunks_are_those_of_the_results(suite):
     assert text.strip() in page
     accuracy = {(row["layers"], row["trunk"]): row["accuracy"] for row in rows}
     if suite == "text8":
-        aligned, default = accuracy["3 of 6", "aligned"], accuracy["4 of 6, auto", "none"]
-        assert f"aligned {aligned:.3f} is kept, where the default without" in page
-        assert f"(features of four blocks) keeps {default:.3f}" in page
+        deepest = rows[-1]["layers"]
+        none, plain, aligned = (accuracy[deepest, trunk] for trunk in ("none", "as it is", "aligned"))
+        assert f"With {deepest[0]} of six blocks shared {aligned:.3f} is kept, aligned, where {none:.3f}" in page
+        assert f"and {plain:.3f} with one as it is" in page
     else:
-        cost = 100 * (accuracy["1 of 4", "none"] - accuracy["1 of 4", "aligned"])
-        assert f"one shared stage costs {cost:.1f} points" in page
+        plain, aligned = (accuracy["1 of 4", "none"] - accuracy["1 of 4", trunk] for trunk in ("as it is", "aligned"))
+        assert f"one shared stage costs {100 * aligned:.1f} points, aligned, and {100 * plain:.1f} as it is" in page
 
 
 @pytest.mark.parametrize("suite", ["text8", "vision8"])

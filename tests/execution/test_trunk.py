@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from retex_hf import ConfigError, RetexConfig, RetexError, RetexModel
-from retex_hf.model.shared_trunk import mean_cost
+from retex_hf.model import trunk_references
+from retex_hf.model.shared_trunk import changed_answers, mean_cost, misses, simplest_good
+from retex_hf.model.trunk_references import TaskReferences
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 # Family -> a leaf module of the first block, and one of the second.
@@ -47,12 +49,22 @@ def behind_trunk(model: RetexModel, expert: nn.Module, task: str) -> nn.Module:
     merged, expert = model.get_base_model().state_dict(), deepcopy(expert)
     own = {n: merged[n] if n in trunk["parameters"] else t for n, t in expert.state_dict().items()}
     expert.load_state_dict(own)
-    mapping = torch.eye(alignment.down.shape[-1]) + alignment.down[number].T @ alignment.up[number]
+    down = alignment.down[number]
+    taps = down.flatten(2).unbind(2) if down.ndim == 4 else [down]  # one for each position around
+
+    def around(hidden: Tensor, tap: int) -> Tensor:
+        if len(taps) == 1:
+            return hidden
+        for axis, step in ((1, tap // 3 - 1), (2, tap % 3 - 1)):
+            places = (torch.arange(hidden.shape[axis]) + step).clamp(0, hidden.shape[axis] - 1)
+            hidden = hidden.index_select(axis, places)
+        return hidden
 
     def align(module, args, output):
-        hidden = output if isinstance(output, Tensor) else output[0]
-        found = torch.tensordot(hidden, mapping.to(hidden.dtype), ([trunk["axis"]], [0])) + alignment.shift[number]
-        found = found.movedim(-1, trunk["axis"])
+        hidden = (output if isinstance(output, Tensor) else output[0]).movedim(trunk["axis"], -1)
+        mappings = [(one.T @ alignment.up[number]).to(hidden.dtype) for one in taps]
+        found = hidden + sum(around(hidden, tap) @ mapping for tap, mapping in enumerate(mappings))
+        found = (found + alignment.shift[number]).movedim(-1, trunk["axis"])
         return found if isinstance(output, Tensor) else type(output)((found, *output[1:]))
 
     expert.get_submodule(trunk["junction"]).register_forward_hook(align)
@@ -350,13 +362,15 @@ def test_gradients_reach_the_inputs():
 
 
 @torch.no_grad()
-def test_saved_and_loaded(tmp_path):
-    model, _, family = build("bert-classifier")
+@pytest.mark.parametrize("name", ["bert-classifier", "resnet"])
+def test_saved_and_loaded(name, tmp_path):
+    model, _, family = build(name)
     fit(model, family)
     model.save_pretrained(tmp_path)
     loaded = RetexModel.from_pretrained(tmp_path)
     assert loaded.retex_config.trunk == model.retex_config.trunk
-    inputs = tokens(ROWS)
+    assert torch.equal(loaded.signatures.alignment.down, model.signatures.alignment.down)
+    inputs = family.inputs(ROWS)
     assert_same(loaded(**inputs), model(**inputs), exact=True)
 
 
@@ -396,7 +410,64 @@ def test_the_cost_is_that_of_rows_the_alignment_has_not_seen():
         with model.disable_adapter():
             merged = model(**inputs, task=task).logits
         seen = (behind - whole).norm() / (merged - whole).norm()
-        assert cost["change"] > seen
+        corrected = model.signatures.alignment.up[model.tasks.index(task)].any()
+        assert cost["change"] > seen if corrected else cost["change"] == pytest.approx(seen.item(), rel=1e-4)
+    assert model.signatures.alignment.up.flatten(1).any(1).sum() >= 2
+
+
+def test_a_perturbed_row_is_in_the_fold_of_the_row():
+    """Else what is measured on a row would have been fitted to it."""
+    model, _, family = build("vit")
+    fit(model, family)
+    batches = [family.inputs(3), family.inputs(4)]
+    pixels = torch.cat([batch["pixel_values"] for batch in batches])
+    references = TaskReferences(model.parts(), "red", batches)
+    assert references.folds == 4
+    for copy in range(3):
+        seen = []
+        for part in references.split(copy):
+            near = torch.cdist(part.inputs["pixel_values"].flatten(1), pixels.flatten(1)).argmin(1)
+            assert (near % 4 == part.fold).all() and len(near) == part.rows
+            seen += near.tolist()
+        assert sorted(seen) == list(range(7))
+
+
+def test_references_are_perturbed_where_positions_are_few(monkeypatch):
+    model, _, family = build("vit")
+    fit(model, family)
+    references = TaskReferences(model.parts(), "red", [family.inputs(8)])
+    counts = []
+    for enough in (1e-9, 1e9):
+        monkeypatch.setattr(trunk_references, "ENOUGH", enough)
+        counts.append(sum(moments.count for moments in references.moments("layers.0")))
+    assert counts[0] > 0 and counts[1] == (1 + trunk_references.COPIES) * counts[0]
+
+
+def test_what_is_lost_is_what_the_expert_believes_in():
+    """Of two answers that changed, one was as good as a draw, by the expert's own probabilities."""
+    expected = torch.tensor([[0.51, 0.49], [0.9, 0.1], [0.3, 0.7]]).log()
+    found = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    changed = changed_answers([expected[:2], expected[2:]], [found[:2], found[2:]])
+    assert changed["agreement"] == pytest.approx(1 / 3)
+    assert changed["lost"] == pytest.approx((0.02 + 0.8) / 3)
+
+
+def test_a_weaker_restraint_has_to_be_better_by_more_than_chance():
+    torch.manual_seed(0)
+    noise = torch.rand(100)
+    assert simplest_good([noise + 1, noise + 0.01, noise]) == 1
+    assert simplest_good([noise + 1, noise + 0.5, noise]) == 2
+    assert simplest_good([noise, noise, noise]) == 0
+
+
+@torch.no_grad()
+def test_outputs_are_compared_by_answers_or_else_by_distance():
+    one, other = torch.randn(4, 3), torch.randn(4, 3)
+    assert misses([one], [one + 2], chooses=True).abs().max() < 1e-6  # the same probabilities
+    assert torch.allclose(misses([one], [one + 2], chooses=False), torch.full((4,), 12.0))
+    likely = one.softmax(-1)
+    expected = (likely * (likely / other.softmax(-1)).log()).sum(-1)
+    torch.testing.assert_close(misses([one], [other], chooses=True), expected)
 
 
 def with_late_changes(**options) -> RetexModel:

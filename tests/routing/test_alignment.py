@@ -6,19 +6,35 @@ import numpy as np
 import pytest
 import torch
 
-from retex_hf.routing.alignment import RIDGE, Alignment, align_entries, fit_correction, positions, with_first_tensor
+from retex_hf.routing import alignment as module
+from retex_hf.routing.alignment import (
+    Alignment,
+    Correction,
+    Moments,
+    align_entries,
+    entries,
+    regressors,
+    unmasked,
+    with_first_tensor,
+)
 from retex_hf.routing.pooling import Layout
 from retex_hf.rows import Along
 
+RIDGE = 0.1
 
-def correct(states: torch.Tensor, fitted: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    down, up, shift = fitted
-    return states + states @ down.T @ up + shift
+
+def fit(merged: torch.Tensor, expert: torch.Tensor, ridge: float = RIDGE) -> Correction:
+    """The correction of hidden states (n, ..., d), all of them unmasked."""
+    return Moments.of(unmasked(regressors(merged), None), unmasked(expert - merged, None)).correction(ridge)
+
+
+def correct(states: torch.Tensor, fitted: Correction) -> torch.Tensor:
+    return states + fitted(states)
 
 
 @pytest.mark.parametrize("count", [20, 200], ids=["fewer states than features", "more"])
 def test_the_ridge_regression_has_its_closed_form(count):
-    """Of full rank, it is the textbook solution, whichever of the two matrices is inverted."""
+    """Of full rank, it is the textbook solution."""
     torch.manual_seed(0)
     width = 48
     merged, expert = torch.randn(count, width) + 3, torch.randn(count, width)
@@ -28,44 +44,83 @@ def test_the_ridge_regression_has_its_closed_form(count):
     gram = (states - mean).T @ (states - mean) + ridge * np.eye(width)
     mapping = np.linalg.inv(gram) @ (states - mean).T @ (differences - shift)
     expected = states + shift + (states - mean) @ mapping
-    found = correct(merged, fit_correction(merged, expert, rank=width))
+    found = correct(merged, fit(merged, expert))
     torch.testing.assert_close(found, torch.from_numpy(expected).float(), rtol=1e-4, atol=1e-4)
 
 
-def test_the_rank_is_spent_on_the_largest_fitted_values():
+def test_moments_of_folds_add_up():
+    torch.manual_seed(0)
+    merged, expert = torch.randn(60, 8) + 3, torch.randn(60, 8)
+    parts = [Moments.of(merged[own], (expert - merged)[own]) for own in (slice(0, 10), slice(10, 60))]
+    assert parts[0].count == 10
+    torch.testing.assert_close(
+        correct(merged, (parts[0] + parts[1]).correction(RIDGE)), correct(merged, fit(merged, expert))
+    )
+    assert not torch.allclose(correct(merged, parts[1].correction(RIDGE)), correct(merged, fit(merged, expert)))
+
+
+def test_the_rank_is_spent_on_the_largest_fitted_values(monkeypatch):
     """No other projection of the fitted differences on so many directions leaves less of them."""
     torch.manual_seed(0)
     merged = torch.randn(300, 12) * torch.linspace(3, 0.1, 12)
     expert = merged + merged @ torch.randn(12, 12) * 0.3
-    whole = correct(merged, fit_correction(merged, expert, rank=12)) - merged
+    whole = correct(merged, fit(merged, expert)) - merged
     for rank in (1, 3, 6):
-        found = correct(merged, fit_correction(merged, expert, rank=rank)) - merged
+        monkeypatch.setattr(module, "RANK", rank)
+        assert fit(merged, expert).down.shape == (rank, 12)
+        found = correct(merged, fit(merged, expert)) - merged
         values = torch.linalg.svdvals(whole - whole.mean(0))
         torch.testing.assert_close((whole - found).norm(), values[rank:].norm(), rtol=1e-3, atol=1e-3)
 
 
-def test_a_shift_of_low_rank_is_found():
+def test_a_shift_of_low_rank_is_found(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(module, "RANK", 2)
     merged, direction = torch.randn(4000, 16), torch.randn(2, 16)
     expert = merged + merged @ torch.randn(16, 2) @ direction + torch.arange(16.0)
-    found = correct(merged, fit_correction(merged, expert, rank=2))
+    found = correct(merged, fit(merged, expert))
     assert (found - expert).norm() < 1.2 * RIDGE * (merged - expert).norm()  # it shrinks by its weight
 
 
 def test_equal_states_need_no_correction():
     states = torch.randn(50, 8)
-    assert torch.equal(correct(states, fit_correction(states, states)), states)
+    assert torch.equal(correct(states, fit(states, states)), states)
 
 
-def test_more_directions_than_features_are_padded():
-    down, up, shift = fit_correction(torch.randn(50, 8), torch.randn(50, 8), rank=32)
-    assert down.shape == up.shape == (32, 8) and shift.shape == (8,)
-    assert not up[8:].any()
+@pytest.mark.parametrize("shape", [(50, 8), (6, 5, 5, 8)])
+def test_no_correction_has_the_shapes_of_the_others(shape):
+    states = torch.randn(shape)
+    moments = Moments.of(unmasked(regressors(states), None), unmasked(torch.randn(shape), None))
+    nothing, other = moments.no_correction(), moments.correction(RIDGE)
+    for part in ("down", "up", "shift"):
+        assert getattr(nothing, part).shape == getattr(other, part).shape
+    assert torch.equal(correct(states, nothing), states)
+
+
+def test_a_map_is_corrected_by_what_is_around_a_position():
+    """A difference that layers have mixed from neighbours is found, and is not where each position is taken alone."""
+    torch.manual_seed(0)
+    maps, kernel = torch.randn(40, 6, 5, 4), torch.randn(4, 4, 3, 3) * 0.3
+    wide = torch.cat([maps[:, :1], maps, maps[:, -1:]], 1)
+    wide = torch.cat([wide[:, :, :1], wide, wide[:, :, -1:]], 2)
+    expert = maps + torch.nn.functional.conv2d(wide.permute(0, 3, 1, 2), kernel).permute(0, 2, 3, 1)
+    fitted = fit(maps, expert, ridge=1e-6)
+    assert fitted.down.shape == (4, 4, 3, 3)
+    torch.testing.assert_close(correct(maps, fitted), expert, rtol=1e-3, atol=1e-3)
+    alone = correct(maps.flatten(0, 2), fit(maps.flatten(0, 2), expert.flatten(0, 2), ridge=1e-6))
+    assert (alone - expert.flatten(0, 2)).norm() > 0.5 * (maps - expert).norm()
+
+
+def test_wide_maps_are_corrected_position_by_position(monkeypatch):
+    monkeypatch.setattr(module, "MOST_REGRESSORS", 9 * 4)
+    assert regressors(torch.randn(2, 3, 3, 4)).shape == (2, 3, 3, 36)
+    assert regressors(torch.randn(2, 3, 3, 5)).shape == (2, 3, 3, 5)
+    assert regressors(torch.randn(2, 9, 4)).shape == (2, 9, 4)
 
 
 def alignment(tasks: int = 3, width: int = 4) -> Alignment:
     torch.manual_seed(1)
-    return Alignment.fit([(torch.randn(30, width), torch.randn(30, width)) for _ in range(tasks)], rank=2)
+    return Alignment.of([fit(torch.randn(30, width), torch.randn(30, width)) for _ in range(tasks)])
 
 
 def test_corrections_are_mixed_by_weights():
@@ -92,19 +147,16 @@ def test_features_may_lie_along_any_axis(rows, features):
     other = ({0, 1, 2} - {rows, features}).pop()
     hidden = plain.permute(*(torch.tensor([rows, other, features]).argsort().tolist()))
     layout = Layout(Along(rows, 2), features)
-    aligned, mask = align_entries((hidden, "kept"), layout, found, weights), None
+    aligned = align_entries((hidden, "kept"), layout, found, weights)
     assert aligned[1] == "kept"
     torch.testing.assert_close(aligned[0].movedim((rows, features), (0, -1)), found(plain, weights))
-    states, owner = positions(hidden, layout, {}, mask, rows=3)
-    assert torch.equal(states, plain.reshape(-1, 4))
-    assert owner.tolist() == [row for row in range(3) for _ in range(10)]
+    assert torch.equal(unmasked(entries(hidden, layout), None), plain.reshape(-1, 4))
 
 
 def test_padding_is_left_out():
     hidden, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [0, 1, 0]])
-    states, owner = positions(hidden, Layout(Along(0, 1), 2), {}, mask, rows=2)
-    assert torch.equal(states, torch.stack([hidden[0, 0], hidden[0, 1], hidden[1, 1]]))
-    assert owner.tolist() == [0, 0, 1]
+    expected = torch.stack([hidden[0, 0], hidden[0, 1], hidden[1, 1]])
+    assert torch.equal(unmasked(hidden, mask), expected)
 
 
 def test_only_the_first_numbers_of_an_output_change():
