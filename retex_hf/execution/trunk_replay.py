@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..routing.alignment import Alignment, align_entries, owners, with_first_tensor
+from ..routing.alignment import Alignment, align_entries, with_first_tensor
 from ..routing.features import Entry, FilledCache, hidden_and_positions
 from ..routing.pooling import Layout
 from ..routing.trunk_tensors import answers
-from ..rows import Proof, Reading, take
+from ..rows import Along, Proof, Reading, take
 from ..utils.records import is_record, rebuilt, record_fields
 from .expert_cache import copy_with
 from .mixed.call import MixedUnsupported, current_call, unwatched
@@ -78,6 +78,23 @@ class SharedTrunk:
 
 
 @dataclass(frozen=True)
+class _Aligned:
+    """How the output of a block is aligned when its rows are taken, by weights (rows, T): not before, so that groups
+    that run at the same time align their rows at the same time."""
+
+    block: str
+    layout: Layout
+    alignment: Alignment
+    weights: Tensor
+
+    def __call__(self, output: Any, rows: Tensor | None) -> Any:
+        weights = self.weights if rows is None else self.weights[rows.to(self.weights.device)]
+        assert isinstance(self.layout.rows, Along)
+        weights = weights.repeat_interleave(self.layout.rows.per_row, 0)
+        return align_entries(output, self.layout, self.alignment, weights)
+
+
+@dataclass(frozen=True)
 class TrunkRecord:
     """The outputs of each trunk block for a batch of `rows`, and the position of the rows in them."""
 
@@ -86,16 +103,20 @@ class TrunkRecord:
     proof: Proof
     reading: Reading
     cache: FilledCache | None = None
+    alignment: _Aligned | None = None
 
     def aligned(self, block: str, layout: Layout, alignment: Alignment, weights: Tensor) -> TrunkRecord:
         """Return the record with a block's output aligned, by weights (rows, T)."""
-        owner = owners(layout, self.reading, self.rows).to(weights.device)
+        if isinstance(layout.rows, Along):
+            return replace(self, alignment=_Aligned(block, layout, alignment, weights))
+        owner = layout.rows.owner(self.reading).to(weights.device)
         output = align_entries(self.outputs[block], layout, alignment, weights[owner])
         return replace(self, outputs={**self.outputs, block: output})
 
-    def of(self, block: str, rows: Tensor) -> Any:
-        """Return a block's output for some rows."""
-        return self._take(self.outputs[block], block, rows)
+    def of(self, block: str, rows: Tensor | None) -> Any:
+        """Return a block's output for some rows; for all in order, if rows is None."""
+        output = self.outputs[block] if rows is None else self._take(self.outputs[block], block, rows)
+        return output if self.alignment is None or self.alignment.block != block else self.alignment(output, rows)
 
     def _take(self, value: Any, path: str, rows: Tensor) -> Any:
         if isinstance(value, Tensor):
@@ -210,7 +231,7 @@ class _Replay:
                 current.runs = not _fill(cache, record.cache.layers[self.name], rows)
             if current.runs:
                 return None
-        return record.outputs[self.name] if rows is None else record.of(self.name, rows)
+        return record.of(self.name, rows)
 
 
 def install_replay(model: nn.Module, blocks: list[str], align: Callable[[Any], Any] | None = None) -> None:

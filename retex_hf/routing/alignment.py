@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..rows import Along, Reading
+from ..rows import Along
 from ..utils.records import is_record, rebuilt, record_fields
 from .feature_space import top_directions
 from .pooling import Layout
@@ -79,7 +79,8 @@ class Alignment:
         for task in weights.any(0).nonzero().flatten().tolist():
             rows = weights[:, task].nonzero().flatten()
             share = weights[rows, task].view(-1, *[1] * (hidden.ndim - 1))
-            found[rows] += share * Correction(down[task], up[task], shift[task])(hidden[rows].to(found.dtype))
+            place = slice(None) if len(rows) == len(hidden) else rows  # of rows of one task, nothing is copied
+            found[place] += share * Correction(down[task], up[task], shift[task])(hidden[place].to(found.dtype))
         return found.to(hidden.dtype)
 
     def to(self, device: torch.device) -> Alignment:
@@ -164,13 +165,6 @@ def align_entries(output: Any, layout: Layout, alignment: Alignment, weights: Te
         return alignment(entries(hidden, layout), weights).movedim((0, -1), _axes(layout))
 
     return with_first_tensor(output, align)
-
-
-def owners(layout: Layout, reading: Reading, rows: int) -> Tensor:
-    """Return the row that each entry of a layer's output belongs to."""
-    if isinstance(layout.rows, Along):
-        return torch.arange(rows).repeat_interleave(layout.rows.per_row)
-    return layout.rows.owner(reading)
 
 
 def entries(hidden: Tensor, layout: Layout) -> Tensor:
