@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ..artifact.state import RetexParts
 from ..backends import library_of
 from ..errors import first_line
 from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
 from ..execution.vocabulary_rows import rows_beyond, with_all_rows
-from ..routing import FeatureExtractor, WeightScorer, WeightSignatures, candidate_layers, synthetic_batches, trying
+from ..routing import FeatureExtractor, WeightScorer, candidate_layers, like, synthetic_batches, trying
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +43,30 @@ def extractor_of(
 
 
 def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:
-    """Return the scorer of `signatures="weights"`: at the layer it was centred at, or at the last usable one."""
+    """Return the scorer of `signatures="weights"`, calibrated with synthetic inputs if the model takes any: at the
+    layer of its pool, or at the last usable one. Say in the log what it compares with, unless the model has a pool."""
     extract = partial(extractor_of, parts, known=known)
-    if parts.signatures is not None:
-        return WeightScorer(extract([parts.signatures.feature_layer]), parts.recovery)
-    usable = trying(extract, candidate_layers(parts.model, parts.config), sample)
-    return WeightScorer(extract(usable.layers[-1:]), parts.recovery)
-
-
-def centre_of(parts: RetexParts, scorer: WeightScorer) -> Tensor:
-    """Return the scores (T,) that inputs of no task have: of the pool that the model was given, else of synthetic
-    inputs, else nothing; and say so in the log, unless it was a pool."""
-    if isinstance(parts.signatures, WeightSignatures):
-        return parts.signatures.centre
-    centre, compared = parts.recovery.task_embedding.new_zeros(len(parts.config.tasks)), "alone"
-    form = library_of(parts.model).input_form(parts.model)
+    if parts.signatures is None:
+        layer = trying(extract, candidate_layers(parts.model, parts.config), sample).layers[-1]
+    else:
+        layer = parts.signatures.feature_layer
+    scorer = WeightScorer(extract([layer]), parts.recovery)
+    compared, form = "alone", library_of(parts.model).input_form(parts.model)
     if form is not None:
         parameter = next(parts.model.parameters())
-        batches = synthetic_batches(form, parameter.device, parameter.dtype)
         try:
-            centre = WeightSignatures.fit(lambda _: scorer, batches).centre
+            scorer.calibrate(list(synthetic_batches(like(form, sample), parameter.device, parameter.dtype)))
             compared = "compared with synthetic inputs"
         except Exception as error:  # of a model that needs other inputs too
+            scorer = WeightScorer(extract([layer]), parts.recovery)
             compared = f"alone, because synthetic inputs do not run ({first_line(error)})"
-    logger.warning(
-        "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of each "
-        "task, which identify it better.",
-        compared,
-    )
-    return centre
+    if parts.signatures is None:
+        logger.warning(
+            "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of "
+            "each task, which identify it better.",
+            compared,
+        )
+    return scorer
 
 
 def runner_of(parts: RetexParts, cache: ExpertCache | None = None, **options: Any) -> ExpertRunner:

@@ -32,9 +32,9 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, Signatures, decide
+from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, decide
 from ..routing.features import Recorded
-from .components import centre_of, extractor_of, runner_of, scorer_of
+from .components import extractor_of, runner_of, scorer_of
 from .peft_names import check_spelling
 from .shared_trunk import record_of, trunk_of
 
@@ -84,7 +84,7 @@ class Snapshot:
         temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
             scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
-            centre = self.cache.get("centre", lambda: centre_of(self.parts, scorer))
+            centre = signatures.centre if isinstance(signatures, WeightSignatures) else scorer.centre
             scores = scorer(inputs)
             residuals = centre.to(scores.device) - scores
         elif not isinstance(signatures, Signatures):
