@@ -42,8 +42,8 @@ class Neutral:
     def fit(cls, pooled: Tensor) -> Neutral:
         """Fit the mean and the covariance `C` of inputs (N, d).
 
-        Up to a factor, `(C + c I)^(-1/2)` keeps `sqrt(c / (e + c))` of a principal direction of variance `e`, and all of
-        what is orthogonal to these.
+        Up to a factor, `(C + c I)^(-1/2)` keeps `sqrt(c / (e + c))` of a principal direction of variance `e`, and all
+        that is orthogonal to these.
         """
         mean = pooled.mean(0)
         count = min(len(pooled) - 1, pooled.shape[1])

@@ -81,7 +81,7 @@ def noise(shape: tuple[int, ...], smooth: int, draw: Draw) -> Tensor:
     power = _uniform(shape, draw, 0.5, 2.0)
     frequencies = torch.meshgrid(*(torch.fft.fftfreq(shape[axis]) * shape[axis] for axis in axes), indexing="ij")
     distance = torch.stack(frequencies).square().sum(0).sqrt().clamp(min=1)
-    return _standard(torch.fft.ifftn(torch.fft.fftn(white, dim=axes) / distance**power, dim=axes).real)
+    return _standard(torch.fft.ifftn(torch.fft.fftn(white, dim=axes) / distance**power, dim=axes).real, 1e-6)
 
 
 def _textures(shape: tuple[int, ...], draw: Draw) -> Tensor:
@@ -154,16 +154,16 @@ def _lit(images: Tensor, draw: Draw) -> Tensor:
     saturation = _uniform(shape, draw, 0.0, 1.0) * _coin(shape, draw)
     grey = images.mean(-3, keepdim=True) * shape[-3] ** 0.5
     images = torch.lerp(grey.expand(shape), images, saturation)
-    images = _standard(images) * _uniform(shape, draw, 0.3, 1.5)
+    images = _standard(images, 0.1) * _uniform(shape, draw, 0.3, 1.5)
     cast = 0.3 * torch.randn(*shape[:-2], 1, 1, generator=draw) * (saturation > 0)
     brightness = torch.randn(len(images), *[1] * (images.ndim - 1), generator=draw)
     return (images + brightness + cast).clamp(LOWEST, HIGHEST)
 
 
-def _standard(found: Tensor) -> Tensor:
-    """Return every row at mean 0 and deviation 1, where it varies at all."""
+def _standard(found: Tensor, least: float) -> Tensor:
+    """Return every row at mean 0 and deviation 1; one of less deviation than the least stays fainter."""
     rows = found.flatten(1)
-    rows = (rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True).clamp(min=0.1)
+    rows = (rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True).clamp(min=least)
     return rows.view(found.shape)
 
 

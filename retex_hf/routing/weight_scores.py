@@ -25,7 +25,6 @@ from .features import FeatureExtractor
 from .fitting import without_labels
 from .responses import Neutral, Responses, mean_input
 
-
 Hear = Callable[[str, nn.Module, Tensor, Tensor | None], Tensor | None]
 """What to note (rows, ...) of a layer, by its name, itself, its input and the mask of tokens."""
 
