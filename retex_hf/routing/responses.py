@@ -24,7 +24,7 @@ from .feature_space import top_directions
 SMALLEST = torch.finfo(torch.float32).tiny
 ROUNDING = torch.finfo(torch.float32).eps
 # Added to all variances, as a share of their mean.
-SHRINKAGE = 0.1
+SHRINKAGE = 1.0
 # Singular values are raised to this power; those below this share of the largest are rounding errors of storage.
 POWER, NEGLIGIBLE = 0.2, 1e-3
 
