@@ -44,22 +44,13 @@ def extractor_of(
 
 def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:
     """Return the scorer of `signatures="weights"`, calibrated with synthetic inputs if the model takes any: at the
-    layer of its pool, or at the last usable one. Say in the log what it compares with, unless the model has a pool."""
-    extract = partial(extractor_of, parts, known=known)
-    if parts.signatures is None:
-        layer = trying(extract, candidate_layers(parts.model, parts.config), sample).layers[-1]
-    else:
-        layer = parts.signatures.feature_layer
-    scorer = WeightScorer(extract([layer]), parts.recovery)
-    compared, form = "alone", library_of(parts.model).input_form(parts.model)
-    if form is not None:
-        parameter = next(parts.model.parameters())
-        try:
-            scorer.calibrate(list(synthetic_batches(like(form, sample), parameter.device, parameter.dtype)))
-            compared = "compared with synthetic inputs"
-        except Exception as error:  # of a model that needs other inputs too
-            scorer = WeightScorer(extract([layer]), parts.recovery)
-            compared = f"alone, because synthetic inputs do not run ({first_line(error)})"
+    layer of its pool, or at the last usable one."""
+    return _scorer_and_calibration(parts, sample, known)[0]
+
+
+def announced_scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None) -> WeightScorer:
+    """Return the same, and say in the log what it compares inputs with, unless the model has a pool."""
+    scorer, compared = _scorer_and_calibration(parts, sample, known)
     if parts.signatures is None:
         logger.warning(
             "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of "
@@ -67,6 +58,27 @@ def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any
             compared,
         )
     return scorer
+
+
+def _scorer_and_calibration(
+    parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None
+) -> tuple[WeightScorer, str]:
+    extract = partial(extractor_of, parts, known=known)
+    if parts.signatures is None:
+        layer = trying(extract, candidate_layers(parts.model, parts.config), sample).layers[-1]
+    else:
+        layer = parts.signatures.feature_layer
+    scorer = WeightScorer(extract([layer]), parts.recovery)
+    form = library_of(parts.model).input_form(parts.model)
+    if form is None:
+        return scorer, "alone"
+    parameter = next(parts.model.parameters())
+    try:
+        scorer.calibrate(list(synthetic_batches(like(form, sample), parameter.device, parameter.dtype)))
+    except Exception as error:  # of a model that needs other inputs too
+        alone = WeightScorer(extract([layer]), parts.recovery)
+        return alone, f"alone, because synthetic inputs do not run ({first_line(error)})"
+    return scorer, "compared with synthetic inputs"
 
 
 def runner_of(parts: RetexParts, cache: ExpertCache | None = None, **options: Any) -> ExpertRunner:

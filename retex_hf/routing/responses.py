@@ -86,8 +86,11 @@ class Responses:
         self.usable = bool((norms > ROUNDING * norms.max()).all())
         if not self.usable:
             return
-        shared = not isinstance(generator, ComponentGenerator) and generator.factor("shared") is not None
-        if shared and (generator.layout.order == GENERATED_FIRST) != transposed:
+        if (
+            not isinstance(generator, ComponentGenerator)
+            and generator.factor("shared") is not None
+            and (generator.layout.order == GENERATED_FIRST) != transposed
+        ):
             basis, triangle = torch.linalg.qr(whiten(factors[0][1]).T)
             levelled = [level(_product(left, triangle.T)) for left, _ in factors]
             self.projections = [basis.T.contiguous()]

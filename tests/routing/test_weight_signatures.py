@@ -458,3 +458,22 @@ def test_added_and_deleted_tasks_are_scored():
     torch.testing.assert_close(joined[:, :3], before, rtol=1e-3, atol=1e-3)
     model.delete_task("blue-green")
     torch.testing.assert_close(model.identify(**inputs).residuals, before, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_what_came_before_changes_no_scores():
+    """Images of another size are compared with images of their own size."""
+    model = build("resnet")
+    small, large = torch.randn(3, 3, 32, 32), torch.randn(3, 3, 48, 48)
+    expected = model.identify(pixel_values=large).residuals
+    model.expert_cache.clear()
+    model.identify(pixel_values=small)
+    assert_same(model.identify(pixel_values=large).residuals, expected, exact=True)
+
+
+@torch.no_grad()
+def test_a_pool_is_fitted_without_a_warning_that_there_is_none(caplog):
+    model = build("bert")
+    model.fit_signatures(tokens(9))
+    model.identify(**tokens(4))
+    assert "Tasks are identified by how their weights" not in caplog.text
