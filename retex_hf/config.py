@@ -134,7 +134,8 @@ class RetexConfig:
             held-out references are right, or 1 where tasks are identified by weights.
         signatures: What identifies the task of a row: reference `"inputs"` given to `fit_signatures`, or the experts'
             `"weights"`, which need none: a row belongs to the task whose update responds most to it, compared with how
-            it responds to synthetic inputs (random tokens, noise). `"auto"` takes weights until there are references.
+            it responds to synthetic inputs (random tokens, drawn images). `"auto"` takes weights until there are
+            references.
         identification: How features are compared with those of references: by the distance to a task's subspace, as
             the paper does (`"residual"`), or by the same distance over up to four layers, in which directions count
             less the more inputs of one task vary along them (`"whitened"`).

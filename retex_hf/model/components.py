@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ..artifact.state import RetexParts
 from ..backends import library_of
 from ..errors import first_line
 from ..execution import ExpertCache, ExpertRunner, beside_own, copy_with
 from ..execution.vocabulary_rows import rows_beyond, with_all_rows
-from ..routing import FeatureExtractor, WeightScorer, WeightSignatures, candidate_layers, synthetic_batches, trying
+from ..routing import FeatureExtractor, WeightScorer, candidate_layers, like, synthetic_batches, trying
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +43,42 @@ def extractor_of(
 
 
 def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None = None) -> WeightScorer:
-    """Return the scorer of `signatures="weights"`: at the layer it was centred at, or at the last usable one."""
+    """Return the scorer of `signatures="weights"`, calibrated with synthetic inputs if the model takes any: at the
+    layer of its pool, or at the last usable one."""
+    return _scorer_and_calibration(parts, sample, known)[0]
+
+
+def announced_scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None) -> WeightScorer:
+    """Return the same, and say in the log what it compares inputs with, unless the model has a pool."""
+    scorer, compared = _scorer_and_calibration(parts, sample, known)
+    if parts.signatures is None:
+        logger.warning(
+            "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of "
+            "each task, which identify it better.",
+            compared,
+        )
+    return scorer
+
+
+def _scorer_and_calibration(
+    parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None
+) -> tuple[WeightScorer, str]:
     extract = partial(extractor_of, parts, known=known)
-    if parts.signatures is not None:
-        return WeightScorer(extract([parts.signatures.feature_layer]), parts.recovery)
-    usable = trying(extract, candidate_layers(parts.model, parts.config), sample)
-    return WeightScorer(extract(usable.layers[-1:]), parts.recovery)
-
-
-def centre_of(parts: RetexParts, scorer: WeightScorer) -> Tensor:
-    """Return the scores (T,) that inputs of no task have: of the pool that the model was given, else of synthetic
-    inputs, else nothing; and say so in the log, unless it was a pool."""
-    if isinstance(parts.signatures, WeightSignatures):
-        return parts.signatures.centre
-    centre, compared = parts.recovery.task_embedding.new_zeros(len(parts.config.tasks)), "alone"
+    if parts.signatures is None:
+        layer = trying(extract, candidate_layers(parts.model, parts.config), sample).layers[-1]
+    else:
+        layer = parts.signatures.feature_layer
+    scorer = WeightScorer(extract([layer]), parts.recovery)
     form = library_of(parts.model).input_form(parts.model)
-    if form is not None:
-        parameter = next(parts.model.parameters())
-        batches = synthetic_batches(form, parameter.device, parameter.dtype)
-        try:
-            centre = WeightSignatures.fit(lambda _: scorer, batches).centre
-            compared = "compared with synthetic inputs"
-        except Exception as error:  # of a model that needs other inputs too
-            compared = f"alone, because synthetic inputs do not run ({first_line(error)})"
-    logger.warning(
-        "Tasks are identified by how their weights respond to an input, %s: give fit_signatures some inputs of each "
-        "task, which identify it better.",
-        compared,
-    )
-    return centre
+    if form is None:
+        return scorer, "alone"
+    parameter = next(parts.model.parameters())
+    try:
+        scorer.calibrate(list(synthetic_batches(like(form, sample), parameter.device, parameter.dtype)))
+    except Exception as error:  # of a model that needs other inputs too
+        alone = WeightScorer(extract([layer]), parts.recovery)
+        return alone, f"alone, because synthetic inputs do not run ({first_line(error)})"
+    return scorer, "compared with synthetic inputs"
 
 
 def runner_of(parts: RetexParts, cache: ExpertCache | None = None, **options: Any) -> ExpertRunner:

@@ -32,9 +32,9 @@ from ..execution import (
     task_index,
 )
 from ..execution.vocabulary_rows import tokens_of
-from ..routing import FeatureExtractor, Routing, Signatures, decide
+from ..routing import FeatureExtractor, Routing, Signatures, WeightSignatures, decide, like
 from ..routing.features import Recorded
-from .components import centre_of, extractor_of, runner_of, scorer_of
+from .components import announced_scorer_of, extractor_of, runner_of
 from .peft_names import check_spelling
 from .shared_trunk import trunk_of
 from .trunk_references import record_of
@@ -84,8 +84,11 @@ class Snapshot:
         routing, thresholds, distances = self.parts.config.routing, None, None
         temperature = self.parts.config.temperature
         if self.parts.identified_by == "weights":
-            scorer = self.cache.get("features", lambda: scorer_of(self.parts, inputs, known=self.proofs))
-            centre = self.cache.get("centre", lambda: centre_of(self.parts, scorer))
+            # Calibrated with images of their size; nothing else that came before may change what a row is taken for.
+            form = self.cache.get("form", lambda: library_of(self.parts.model).input_form(self.parts.model))
+            key = ("features", None if form is None else like(form, inputs))
+            scorer = self.cache.get(key, lambda: announced_scorer_of(self.parts, inputs, self.proofs))
+            centre = signatures.centre if isinstance(signatures, WeightSignatures) else scorer.centre
             scores = scorer(inputs)
             residuals = centre.to(scores.device) - scores
         elif not isinstance(signatures, Signatures):

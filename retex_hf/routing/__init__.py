@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         shallowest_good,
         stored_shapes,
     )
-    from .synthetic import synthetic_batches
+    from .synthetic import like, synthetic_batches
     from .trunk_tensors import answers, describe_trunk, keeps_cache, trunk_parameters
     from .weight_scores import WeightScorer, WeightSignatures
 
@@ -53,6 +53,7 @@ __all__ = [
     "held_out_accuracy",
     "held_out_residuals",
     "keeps_cache",
+    "like",
     "noted",
     "pool",
     "reference_features",
@@ -90,6 +91,7 @@ _HOMES = {
     "held_out_accuracy": "signatures",
     "held_out_residuals": "signatures",
     "keeps_cache": "trunk_tensors",
+    "like": "synthetic",
     "noted": "fitting",
     "pool": "pooling",
     "reference_features": "fitting",

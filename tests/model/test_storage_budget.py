@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retex_hf import ArtifactError, ConfigError, RetexConfig, RetexError, RetexModel
 from retex_hf.config import storage_bytes
 from retex_hf.recovery import ComponentGenerator, component_growth
-from retex_hf.routing.weight_scores import Responses
+from retex_hf.routing.responses import Responses, level
 
 CHOSEN = ("bert-classifier", "t5", "gpt2", "vit", "resnet")
 
@@ -245,7 +245,8 @@ def test_scores_of_weights_are_those_of_the_recovered_differences():
         offsets = [generator(one_hot) for one_hot in torch.eye(len(TASKS))]
         if any(not offset.any() for offset in offsets):
             continue
-        energies = [(hidden @ offset.T).square().sum((1, 2)) / (5 * offset.square().sum()) for offset in offsets]
+        levelled = [level(offset) for offset in offsets]
+        energies = [(hidden @ matrix.T).square().sum((1, 2)) / 5 for matrix in levelled]
         found = Responses(module, generator, torch.eye(len(TASKS)))(hidden, None)
         torch.testing.assert_close(found, torch.stack(energies, 1).log(), rtol=1e-3, atol=1e-3)
         checked.add(generator.layout.kind)

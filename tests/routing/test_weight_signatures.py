@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from families import FAMILIES, TEXT, tokens
@@ -14,7 +16,9 @@ from trust.mutations import reseal
 from retex_hf import ArtifactError, ConfigError, InputError, RetexConfig, RetexError, RetexModel
 from retex_hf.backends import library_of
 from retex_hf.backends.input_forms import Signal, Tokens
-from retex_hf.routing import Signatures, WeightSignatures, synthetic_batches
+from retex_hf.routing import Signatures, WeightSignatures, like, synthetic_batches
+from retex_hf.routing.responses import Neutral, level, mean_input
+from retex_hf.routing.synthetic import noise
 
 OPTIONS = {
     "low rank": {"rank": 3},
@@ -32,20 +36,17 @@ def build(family: str, **options) -> RetexModel:
     return build_retex(family, **{"rank": 3, "signatures": "weights", **options})[0]
 
 
-def act(module: nn.Module, matrix: Tensor, hidden: Tensor) -> Tensor:
-    """A layer with another weight and no bias; one row of numbers per input row and position."""
+def as_rows(module: nn.Module, hidden: Tensor) -> Tensor:
+    """What a layer's weight is applied to: (rows, tokens or positions, numbers)."""
     if isinstance(module, nn.Conv2d):
-        kernel = matrix.view_as(module.weight)
-        out = torch.nn.functional.conv2d(hidden, kernel, None, module.stride, module.padding, module.dilation)
-        return out.flatten(2).mT
-    return hidden @ (matrix if isinstance(module, Conv1D) else matrix.T)
+        taken = module.kernel_size, module.dilation, module.padding, module.stride
+        return torch.nn.functional.unfold(hidden, *taken).mT.double()
+    return hidden.reshape(len(hidden), -1, hidden.shape[-1]).double()
 
 
-@torch.no_grad()
-def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], run=None) -> Tensor:
-    """The definition, layer by layer: every update as a matrix, applied to what enters the layer."""
-    entering = {}
-    base = model.get_base_model()
+def entering(model: RetexModel, prefix: str, inputs: dict[str, Tensor], run=None) -> dict[str, Tensor]:
+    """The inputs of every recovered layer in a pass of the merged model, as rows of numbers."""
+    found, base = {}, model.get_base_model()
     layers = {
         name: module
         for name, module in base.named_modules()
@@ -54,25 +55,51 @@ def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], ru
         and f"{name}.weight" in model.recovery and model.recovery[f"{name}.weight"].layout.kind != "vector"
     }  # fmt: skip
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: entering.update({name: args[0]}))
+        module.register_forward_pre_hook(lambda module, args, name=name: found.update({name: as_rows(module, args[0])}))
         for name, module in layers.items()
     ]
     (run or base)(**inputs)
     for hook in hooks:
         hook.remove()
-    mask = inputs.get("attention_mask")
+    assert found
+    return found
+
+
+def over_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over unmasked tokens of numbers (rows, tokens, ...)."""
+    if mask is None:
+        return values.mean(1)
+    weights = mask.double().view(*mask.shape, *[1] * (values.ndim - 2))
+    return (values * weights).sum(1) / weights.sum(1)
+
+
+def acting(model: RetexModel, task: str, name: str) -> Tensor:
+    """The update of a layer's weight as the matrix that it applies to inputs."""
+    base = model.get_base_model()
+    update = (model.recover(task)[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]).flatten(1).double()
+    return update.T if isinstance(base.get_submodule(name), Conv1D) else update
+
+
+@torch.no_grad()
+def defined_scores(model: RetexModel, prefix: str, neutral: list[dict], inputs: dict[str, Tensor], run=None) -> Tensor:
+    """The definition, layer by layer, with inverse square roots and singular values of whole matrices; `neutral` are
+    batches of inputs of no task."""
+    before = [entering(model, prefix, batch, run) for batch in neutral]
     scores = []
-    for name, hidden in entering.items():
+    for name, hidden in entering(model, prefix, inputs, run).items():
+        mean, whitening = 0.0, torch.eye(hidden.shape[-1], dtype=torch.float64)
+        if neutral:
+            pooled = torch.cat([batch[name].mean(1) for batch in before])
+            mean, covariance = pooled.mean(0), pooled.T.cov()
+            values, vectors = torch.linalg.eigh(covariance)
+            whitening = vectors / (values.clamp(min=0) + values.mean()).sqrt() @ vectors.T
         columns = []
         for task in TASKS:
-            update = model.recover(task)[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]
-            energy = act(layers[name], update, hidden).double().square().sum(-1)  # (rows, tokens)
-            energy = energy.reshape(len(energy), -1)
-            weights = torch.ones_like(energy) if mask is None else mask.double()
-            mean = (energy * weights).sum(1) / weights.sum(1)
-            columns.append((mean / update.double().square().sum()).log())
+            _, values, right = torch.linalg.svd(acting(model, task, name) @ whitening, full_matrices=False)
+            values = torch.where(values > 1e-3 * values[0], values, 0) ** 0.2
+            response = (hidden - mean) @ right.T * values / values.norm()
+            columns.append(over_tokens(response.square().sum(-1), inputs.get("attention_mask")).log())
         scores.append(torch.stack(columns, 1))
-    assert scores
     return torch.stack(scores).mean(0).float()
 
 
@@ -80,9 +107,9 @@ def defined_scores(model: RetexModel, prefix: str, inputs: dict[str, Tensor], ru
 def expected_residuals(model: RetexModel, prefix: str, inputs: dict[str, Tensor], run=None) -> Tensor:
     """How much less than to synthetic inputs the updates respond to these."""
     base = model.get_base_model()
-    batches = synthetic_batches(library_of(base).input_form(base))
-    centre = torch.cat([defined_scores(model, prefix, batch, run) for batch in batches]).mean(0)
-    return centre - defined_scores(model, prefix, inputs, run)
+    batches = list(synthetic_batches(like(library_of(base).input_form(base), inputs)))
+    centre = torch.cat([defined_scores(model, prefix, batches, batch, run) for batch in batches]).mean(0)
+    return centre - defined_scores(model, prefix, batches, inputs, run)
 
 
 @torch.no_grad()
@@ -297,26 +324,156 @@ def test_a_model_that_nothing_is_known_of_is_not_centred(caplog):
     assert library_of(base).input_form(base) is None
     found = model.identify(inputs).residuals
     assert "respond to an input, alone" in caplog.text
-    torch.testing.assert_close(found, -defined_scores(model, "", {"input": inputs}), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, -defined_scores(model, "", [], {"input": inputs}), rtol=1e-3, atol=1e-4)
 
 
 def test_synthetic_tokens_are_ordinary_tokens_of_several_lengths():
     form = Tokens("input_ids", 50, longest=20, reserved=frozenset({0, 7}))
     batches = list(synthetic_batches(form))
-    assert [batch["input_ids"].shape for batch in batches] == [(32, 8), (32, 16), (32, 20), (32, 20)]
+    assert [batch["input_ids"].shape for batch in batches] == [(64, 8), (64, 16), (64, 20), (64, 20)]
     seen = torch.cat([batch["input_ids"].flatten() for batch in batches])
     assert set(seen.tolist()) == set(range(50)) - {0, 7}
     again = list(synthetic_batches(form))
     assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(batches, again, strict=True))
 
 
-def test_synthetic_signals_have_the_spectrum_of_nature():
-    batches = list(synthetic_batches(Signal("pixel_values", (3, 64, 64), smooth=2)))
-    images = torch.cat([batch["pixel_values"] for batch in batches])
-    assert images.shape == (128, 3, 64, 64)
-    rows = images.flatten(1)
-    torch.testing.assert_close(rows.mean(1), torch.zeros(128), rtol=0, atol=1e-5)
-    torch.testing.assert_close(rows.std(1), torch.ones(128))
-    power = torch.fft.fft2(images).abs().square().mean((0, 1))
-    # Power falls with the square of the frequency: between 2 and 16 by 64.
-    assert 40 < (power[2, 0] + power[0, 2]) / (power[16, 0] + power[0, 16]) < 100
+def test_synthetic_tokens_are_as_common_as_in_a_text():
+    batches = synthetic_batches(Tokens("input_ids", 10_000))
+    seen = torch.cat([batch["input_ids"].flatten() for batch in batches])
+    # Of 1 / (rank + 100), the first 1000 of 10000 ranks have log(11) / log(101).
+    assert (seen < 1000).float().mean() == pytest.approx(0.52, abs=0.02)
+
+
+def images(size: int = 64) -> list[Tensor]:
+    """Textures, many shapes, few shapes and strokes."""
+    return [batch["pixel_values"] for batch in synthetic_batches(Signal("pixel_values", (3, size, size), smooth=2))]
+
+
+def test_synthetic_images_are_as_varied_as_data_are():
+    kinds = images()
+    assert [kind.shape for kind in kinds] == [(64, 3, 64, 64)] * 4
+    found = torch.cat(kinds)
+    assert found.isfinite().all() and found.min() > -2.2 and found.max() < 2.7
+    grey = (found.amax(1) - found.amin(1)).amax((1, 2)) < 1e-4
+    assert 0.3 < grey.float().mean() < 0.7
+    brightness, contrast = found.mean((1, 2, 3)), found.std((1, 2, 3))
+    assert brightness.std() > 0.7
+    assert contrast.min() < 0.4 and contrast.max() > 1.1
+    # Strokes leave much of the ground empty; textures leave none.
+    flat = [(kind.diff(dim=-1).abs() < 0.01).float().mean() for kind in kinds]
+    assert flat[3] > 0.4 > 0.2 > flat[0]
+    assert all(torch.equal(one, other) for one, other in zip(kinds, images(), strict=True))
+
+
+@pytest.mark.parametrize(("shape", "smooth"), [((1600,), 1), ((80, 300), 2), ((4, 3, 32, 32), 2), ((1, 28, 20), 2)])
+def test_synthetic_signals_of_every_form(shape, smooth):
+    """A wave, a spectrogram, a film and a small grey image."""
+    for batch in synthetic_batches(Signal("x", shape, smooth), dtype=torch.bfloat16):
+        assert batch["x"].shape == (64, *shape) and batch["x"].dtype == torch.bfloat16
+        assert batch["x"].isfinite().all()
+        assert (batch["x"].float().flatten(1).std(1) > 0.1).float().mean() > 0.9  # a few scenes are empty
+
+
+def test_synthetic_noise_is_rough_or_smooth():
+    found = noise((256, 1, 64, 64), 2, torch.Generator().manual_seed(0))
+    rows = found.flatten(1)
+    torch.testing.assert_close(rows.mean(1), torch.zeros(256), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows.std(1), torch.ones(256))
+    power = torch.fft.fft2(found).abs().square().mean(1)
+    near, far = power[:, 2, 0] + power[:, 0, 2], power[:, 16, 0] + power[:, 0, 16]
+    slope = (near / far).log() / torch.tensor(64.0).log()  # power falls with twice the exponent, 0.5 to 2
+    assert slope.mean() == pytest.approx(1.25, abs=0.15)
+    assert slope.quantile(0.1) < 0.8 and slope.quantile(0.9) > 1.7
+
+
+def test_images_are_compared_with_images_of_their_size():
+    form = Signal("pixel_values", (3, 224, 224), smooth=2)
+    assert like(form, {"pixel_values": torch.zeros(2, 3, 64, 48)}).shape == (3, 64, 48)
+    assert like(form, {"pixel_values": torch.zeros(2, 4, 3, 64, 48)}) is form  # of another kind
+    assert like(form, {"inputs_embeds": torch.zeros(2, 5, 8)}) is form
+    wave = Signal("input_values", (16000,), smooth=1)
+    assert like(wave, {"input_values": torch.zeros(2, 500)}) is wave
+
+
+def test_whitening_makes_neutral_inputs_vary_equally():
+    mixing = torch.diag(torch.tensor([10.0, 1.0, 0.1])) @ torch.linalg.qr(torch.randn(3, 3)).Q
+    rows = torch.randn(4000, 3) @ mixing + 5
+    neutral = Neutral.fit(rows)
+    torch.testing.assert_close(neutral.mean, rows.mean(0))
+    found = torch.linalg.eigvalsh(neutral.whiten(rows).T.cov()).flip(0)
+    # e / (e + c), with c the mean of 100, 1 and 0.01.
+    expected = torch.tensor([e / (e + 101.01 / 3) for e in (100.0, 1.0, 0.01)])
+    torch.testing.assert_close(found / found[0], expected / expected[0], rtol=0.1, atol=1e-4)
+    few = Neutral.fit(torch.ones(5, 3))  # inputs that do not vary
+    assert torch.equal(few.whiten(rows), rows)
+
+
+def test_singular_values_are_levelled():
+    matrix = torch.randn(6, 9)
+    _, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = level(matrix)
+    assert found.norm() == pytest.approx(1, abs=1e-5)
+    _, levelled, same = torch.linalg.svd(found, full_matrices=False)
+    torch.testing.assert_close(levelled / levelled[0], (values / values[0]) ** 0.2)
+    torch.testing.assert_close((same * right).sum(1).abs(), torch.ones(6), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding": 1}, {"padding": "same", "dilation": 2}, {"stride": 2, "padding": (0, 2)}]
+)
+def test_the_mean_patch_is_the_mean_of_all_patches(options):
+    layer = nn.Conv2d(3, 5, (3, 2), bias=False, **options)
+    hidden = torch.randn(4, 3, 9, 10)
+    expected = layer(hidden).mean((2, 3))
+    torch.testing.assert_close(mean_input(layer, hidden, None) @ layer.weight.flatten(1).T, expected)
+
+
+def test_the_mean_input_is_that_of_unmasked_tokens():
+    hidden, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    found = mean_input(nn.Linear(4, 4), hidden, mask)
+    torch.testing.assert_close(found, torch.stack([hidden[0, :2].mean(0), hidden[1, 0]]))
+
+
+@torch.no_grad()
+def test_threads_share_one_calibration():
+    model, batches = build("bert"), [tokens(rows) for rows in (2, 3, 4, 5)]
+    expected = [model.identify(**batch).residuals for batch in batches]
+    model.expert_cache.clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda batch: model.identify(**batch).residuals, batches))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@torch.no_grad()
+def test_added_and_deleted_tasks_are_scored():
+    base = FAMILIES["bert"].make().eval()
+    experts = make_experts(base)
+    model, _ = build_from(base, experts, rank="full", signatures="weights")
+    inputs = tokens(5)
+    before = model.identify(**inputs).residuals
+    model.add_task("blue-green", perturb(base, 9), progress=False)
+    joined = model.identify(**inputs).residuals
+    assert joined.shape == (5, 4) and joined[:, 3].isfinite().all()
+    torch.testing.assert_close(joined[:, :3], before, rtol=1e-3, atol=1e-3)
+    model.delete_task("blue-green")
+    torch.testing.assert_close(model.identify(**inputs).residuals, before, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_what_came_before_changes_no_scores():
+    """Images of another size are compared with images of their own size."""
+    model = build("resnet")
+    small, large = torch.randn(3, 3, 32, 32), torch.randn(3, 3, 48, 48)
+    expected = model.identify(pixel_values=large).residuals
+    model.expert_cache.clear()
+    model.identify(pixel_values=small)
+    assert_same(model.identify(pixel_values=large).residuals, expected, exact=True)
+
+
+@torch.no_grad()
+def test_a_pool_is_fitted_without_a_warning_that_there_is_none(caplog):
+    model = build("bert")
+    model.fit_signatures(tokens(9))
+    model.identify(**tokens(4))
+    assert "Tasks are identified by how their weights" not in caplog.text
