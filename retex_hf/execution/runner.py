@@ -19,6 +19,7 @@ from ..backends import Backend
 from ..errors import InputError, RetexError
 from ..recovery import RecoveryModule
 from ..rows import ITEM_INPUTS, NOT_ROWS, TEXT_INPUTS, Proof, Reading, Splitter, count_rows, pattern, prove, readings
+from ..utils.random_numbers import repeatable
 from ..utils.threads import in_threads
 from .assignment import Assignment, Group
 from .choice import Chooser, OnePass, find_fixed, refused, size_of_call
@@ -284,13 +285,12 @@ class ExpertRunner:
         if method == "generate":
             method, kwargs = "forward", forward_inputs(prober, kwargs, rows)
 
-        draws = False
+        draws, device = False, next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
         @torch.no_grad()
         def call(part: Mapping[str, Any]) -> Any:
             nonlocal draws
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # models with random numbers must draw the same ones for a row
+            with repeatable(device):  # models with random numbers must draw the same ones for a row
                 before = torch.get_rng_state()
                 output = call_method(prober, method, part)
                 draws |= not torch.equal(before, torch.get_rng_state())

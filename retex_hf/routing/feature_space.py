@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..utils.random_numbers import repeatable
+
 # Most layers that are read, and most directions that are shrunk.
 LAYERS, DIRECTIONS = 4, 128
 # References per direction: fewer references know fewer directions.
@@ -109,8 +111,7 @@ def top_directions(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if min(rows.shape) <= LARGE:
         _, values, directions = torch.linalg.svd(rows.double(), full_matrices=False)
         return values[:count], directions[:count]
-    with torch.random.fork_rng(devices=[]):  # the same directions every time, and the caller's random numbers stay
-        torch.manual_seed(0)
+    with repeatable(rows.device):  # the same directions every time
         _, values, directions = torch.svd_lowrank(rows, q=min(count + 8, *rows.shape), niter=4)
     return values[:count].double(), directions.T[:count].double()
 

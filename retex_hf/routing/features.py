@@ -32,6 +32,7 @@ from ..rows import (
     prove,
     readings,
 )
+from ..utils.random_numbers import repeatable
 from .axes import axes_by_size, axis_by_change
 from .pooling import Layout, pool_rows
 
@@ -325,8 +326,8 @@ class FeatureExtractor:
 
     def _repeatable(self, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Collect outputs with a fixed random seed, so that models that draw random numbers are repeatable."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        parameter = next(self.model.parameters(), None)
+        with repeatable(torch.device("cpu") if parameter is None else parameter.device):
             return self.collect(call, kwargs)
 
 

@@ -453,11 +453,12 @@ def test_what_is_lost_is_what_the_expert_believes_in():
 
 
 def test_a_weaker_restraint_has_to_be_better_by_more_than_chance():
-    torch.manual_seed(0)
-    noise = torch.rand(100)
-    assert simplest_good([noise + 1, noise + 0.01, noise]) == 1
-    assert simplest_good([noise + 1, noise + 0.5, noise]) == 2
-    assert simplest_good([noise, noise, noise]) == 0
+    generator = torch.Generator().manual_seed(0)
+    hard, chance = torch.rand(100, generator=generator), torch.randn(100, generator=generator)
+    chance = (chance - chance.mean()) / chance.std(correction=0)  # with a standard error of 0.1
+    assert simplest_good([hard + 1, hard + chance + 0.09, hard]) == 1
+    assert simplest_good([hard + 1, hard + chance + 0.11, hard]) == 2
+    assert simplest_good([hard, hard, hard]) == 0
 
 
 @torch.no_grad()
