@@ -89,17 +89,17 @@ def generating(new_tokens: int) -> dict[str, Any]:
 
 
 SHAPES = {
-    "MiniLM-L6, 8 tasks, 64 rows of 32 tokens": Shape(minilm, 8, 64, 2, tokens(32, 30_000)),
-    "TinyViT-5M, 8 tasks, 64 images": Shape(tiny_vit, 8, 64, 1, lambda task, rows: {"x": images(task, rows)}),
+    "MiniLM-L6, 8 tasks, 64 rows of 32 tokens": Shape(minilm, 8, 64, 3, tokens(32, 30_000)),
+    "TinyViT-5M, 8 tasks, 64 images": Shape(tiny_vit, 8, 64, 0, lambda task, rows: {"x": images(task, rows)}),
     "CLIP ViT-B/32, 8 tasks, 64 images": Shape(
         clip_model, 8, 64, 3, lambda task, rows: {"image": images(task, rows)}, "encode_image",
         recovered=lambda name: name.startswith("visual."),
     ),
     "T5-small, generate, 7 tasks, 28 rows, 32 new tokens": Shape(
-        t5_model, 7, 28, 1, tokens(32, 32_000), "generate", generating(32), lambda name: name != "shared.weight"
+        t5_model, 7, 28, 3, tokens(32, 32_000), "generate", generating(32), lambda name: name != "shared.weight"
     ),
     "Llama of 135M, generate, 5 tasks, 16 rows, 16 new tokens": Shape(
-        smollm, 5, 16, 9, tokens(48, 40_000), "generate", generating(16), lambda name: "embed_tokens" not in name
+        smollm, 5, 16, 14, tokens(48, 40_000), "generate", generating(16), lambda name: "embed_tokens" not in name
     ),
 }  # fmt: skip
 

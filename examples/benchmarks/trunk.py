@@ -34,8 +34,11 @@ def main() -> None:
         references={"type": int, "nargs": "+", "default": [64, 256], "help": "numbers of references per task"},
         storage={"default": "2%", "help": "budget of the recovery"},
         depths={"type": int, "nargs": "*", "help": "numbers of layers to share; default: all"},
+        tasks={"nargs": "+", "metavar": "TASK", "help": "default: those of the recipe"},
         fixed={"action": "store_true", "help": "leave out what auto takes, which fits trunks of several depths"},
     )
+    if arguments.tasks:
+        recipe = replace(recipe, tasks=arguments.tasks, sizes=[])
     study = load(recipe, arguments.work_dir, mirror=arguments.mirror)
     experts = accuracies(study, Individual(), "known")
     config = study.config(storage=arguments.storage)

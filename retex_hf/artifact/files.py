@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..checkpoints import manifest
 from ..checkpoints.folder_files import FolderFiles
-from ..checkpoints.manifest import SECONDS_WITHOUT_BAR, FileRecord
+from ..checkpoints.manifest import FileRecord
 from ..checkpoints.sources import Source, open_files, open_state_dict, weight_files
 from ..checkpoints.tokenizer_files import is_side_file
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, CheckpointError
-from ..utils.progress import track
+from ..utils.progress import SECONDS_WITHOUT_BAR, track
 from .export_files import is_export_file
 
 WEIGHTS = ".safetensors"

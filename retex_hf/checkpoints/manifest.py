@@ -19,14 +19,13 @@ from typing import Any
 
 from ..config import CONFIG_NAME
 from ..errors import ArtifactError, brief, shorten
-from ..utils.progress import track
+from ..utils.progress import SECONDS_WITHOUT_BAR, track
 from ..utils.strict_files import check_links
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 20
 MOST_THREADS = 8
-SECONDS_WITHOUT_BAR = 2.0
 IF_MEANT = (
     "It is damaged, or belongs to another artifact; if the change is intentional, record it with "
     "`retex verify FOLDER --record` (or load with verify=False and call save_description(FOLDER))."

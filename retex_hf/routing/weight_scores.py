@@ -7,7 +7,7 @@ and the whitening of inputs of no task; see `responses`. Scores are compared wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from ..errors import ConfigError, InputError
 from ..recovery import Generator, RecoveryModule
 from ..recovery.components import COMPONENTS, ROUNDED
 from ..recovery.layout import MATRIX, WHOLE
+from ..utils.progress import SECONDS_WITHOUT_BAR, track
 from .features import FeatureExtractor
 from .fitting import without_labels
 from .responses import Neutral, Responses, mean_input
@@ -92,10 +93,18 @@ class WeightScorer:
     def calibrate(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Learn what enters the layers on inputs of no task, and the mean scores of these, in two passes. Call it once,
         before the scorer is shared."""
-        heard = [self._listen_to(batch, _pooled) for batch in batches]
-        names = [name for name in heard[0] if all(name in of_batch for of_batch in heard)]
-        self._neutral = {name: Neutral.fit(torch.cat([of_batch[name] for of_batch in heard])) for name in names}
-        self.centre = torch.cat([self(batch) for batch in batches]).mean(0)
+        title, count = "Reading inputs of no task", 2 * len(batches)
+        with track(title=title, unit="batch", total=count, delay=SECONDS_WITHOUT_BAR, leave=False) as bar:
+
+            def read(hear: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
+                for batch in batches:
+                    yield hear(batch)
+                    bar.update()
+
+            heard = list(read(partial(self._listen_to, hear=_pooled)))
+            names = [name for name in heard[0] if all(name in of_batch for of_batch in heard)]
+            self._neutral = {name: Neutral.fit(torch.cat([of_batch[name] for of_batch in heard])) for name in names}
+            self.centre = torch.cat(list(read(self))).mean(0)
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return scores (rows, T)."""

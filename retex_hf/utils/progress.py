@@ -19,6 +19,8 @@ from .terminal import visible
 Item = TypeVar("Item")
 
 SECONDS_BETWEEN_LINES = 10.0
+# Work that most often takes less shows a bar after so long only.
+SECONDS_WITHOUT_BAR = 2.0
 
 _lock = threading.RLock()
 _last_line = -SECONDS_BETWEEN_LINES  # of all work, so that nested work does not print more lines
