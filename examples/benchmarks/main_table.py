@@ -10,9 +10,9 @@ below.
 Merges and methods run with their authors' settings where the recipe's `settings` do not say otherwise.
 
 The first of the recipe's seeds is that of all draws. Every further one, on all tasks only, draws other references and
-trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation. `--again`
-names the methods that further seeds run, where others would take hours. `--join` adds what an earlier run, on other
-machines or other days, has found on the same rows.
+trains other experts (`<work>/seed-<seed>`); figures are then means over seeds, with their standard deviation.
+`--methods` names the methods to run, and `--again` those that further seeds run, where others would take hours.
+`--join` adds what an earlier run, on other machines or other days, has found on the same rows.
 
 The three modes are kept apart. Systems that store a part per task answer the same under oracle routing as with the task
 known, so oracle routing is run only for those that mix by a router, and shown only on the largest number of tasks.
@@ -259,12 +259,13 @@ def named(specs: Sequence[MethodSpec], labels: Sequence[str] | None) -> list[Met
 
 def main() -> None:
     seeds = {"type": int, "nargs": "+", "help": "some of the recipe's seeds"}
+    some = {"nargs": "+", "metavar": "METHOD", "help": "methods to run; default: all"}
     again = {"nargs": "+", "metavar": "METHOD", "help": "methods to run under all seeds but the first; default: all"}
     join = {"type": Path, "nargs": "+", "default": [], "help": "result files whose rows to add to the table"}
-    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds, again=again, join=join)
+    recipe, arguments = parse(__doc__, "shipped-text.yaml", seeds=seeds, methods=some, again=again, join=join)
     work = arguments.work_dir
     study = load(recipe, work, mirror=arguments.mirror)
-    specs = study.methods(methods(recipe))
+    specs = named(study.methods(methods(recipe)), arguments.methods)
     repeated, labels = named(specs, arguments.again), [spec.label for spec in specs]
     others = [read_json(file) for file in arguments.join]
     reports, records = {}, {}

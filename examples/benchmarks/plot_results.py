@@ -2,7 +2,7 @@
 
     python examples/benchmarks/plot_results.py
 
-Reads `results/vision8.json`, `text8.json` and `text_to_text.json`; writes `docs/assets/results.svg`. Storage counts
+Reads `results/vision8.json` and `text8.json`; writes `docs/assets/results.svg`. Storage counts
 every number of 32 bits as one of 8, as in the table.
 """
 
@@ -26,9 +26,8 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "assets" / "results.svg
 SUITES = {
     "vision8": "Vision: TinyViT, 8 tasks",
     "text8": "Text: MiniLM, 8 tasks",
-    "text_to_text": "T5: Flan-T5-small, 6 tasks",
 }
-METHODS = ["average", "TIES", "ID-LoRA (SVD)", "Twin-Merging", "SiM", "ReTeX"]
+METHODS = ["average", "ID-EMR", "ID-LoRA (SVD)", "Twin-Merging", "SiM", "ReTeX"]
 
 
 def task_unknown(methods: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

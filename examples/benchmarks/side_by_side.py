@@ -2,11 +2,12 @@
 
     python examples/benchmarks/side_by_side.py vision=retex-vision text=retex-text t5=retex-text-to-text
 
-Reads the `main_table.json` that main_table.py left in each work dir, and prints, for the largest number of tasks,
-accuracy relative to the individual experts with the task known, unknown and under oracle routing (with the standard
-deviation over seeds where there are several), and the storage beyond one model as a share of all experts, where every
-number of 32 bits counts as one of 8. Oracle routing is shown where it differs from the task known: systems that
-mix by a router go on mixing when they are told the task, all others run the part of the named task either way.
+Reads the `main_table.json` that main_table.py left in each work dir, or the result file that is named, and prints, for
+the largest number of tasks, accuracy relative to the individual experts with the task known, unknown and under oracle
+routing (with the standard deviation over seeds where there are several), and the storage beyond one model as a share of
+all experts, where every number of 32 bits counts as one of 8. Oracle routing is shown where it differs from the task
+known: systems that mix by a router go on mixing when they are told the task, all others run the part of the named task
+either way.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def table(suites: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Main tables of several suites in one.")
-    parser.add_argument("suites", nargs="+", metavar="NAME=FOLDER", help="work dirs of main_table.py")
-    folders = dict(suite.split("=", 1) for suite in parser.parse_args().suites)
+    parser.add_argument("suites", nargs="+", metavar="NAME=PATH", help="work dirs of main_table.py, or result files")
     suites = {}
-    for name, folder in folders.items():
-        suites[name] = read(Path(folder) / "main_table.json")
+    for suite in parser.parse_args().suites:
+        name, path = suite.split("=", 1)
+        suites[name] = read(Path(path) / "main_table.json" if Path(path).is_dir() else Path(path))
     print(table(suites))
 
 

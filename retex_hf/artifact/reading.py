@@ -404,7 +404,7 @@ def _read_signatures(
     described = _dict(section, "signatures", folder)
     tasks, layer = len(config.tasks), cast("Any", described.get("feature_layer"))
     from_weights = config.signatures == "weights"
-    shapes = {"centre": (tasks,)} if from_weights else stored_shapes(described, tasks)
+    shapes = {"lead": (tasks,)} if from_weights else stored_shapes(described, tasks)
     aligned = not from_weights and described.get("trunk") is not None
     if not isinstance(layer, str) or shapes is None or aligned != (config.trunk is not None):
         raise ArtifactError(f"{folder / CONFIG_NAME}: the signatures are not valid: {described!r}.")
@@ -412,7 +412,7 @@ def _read_signatures(
     _check_tensors(source, shapes)
     tensors = {name: source.read(name).clone() for name in shapes}
     if from_weights:
-        return WeightSignatures(tensors["centre"], layer)
+        return WeightSignatures(tensors["lead"], layer)
     return Signatures.of_tensors(tensors, described)
 
 

@@ -48,6 +48,7 @@ def _is_ordinary() -> bool:
         torch.is_autocast_enabled("cpu"),
         torch.jit.is_tracing(),
         torch.compiler.is_compiling(),
+        torch.autograd._profiler_enabled(),
         torch._C._functorch.peek_interpreter_stack() is not None,
     )
     return not any(special) and not _get_current_function_mode_stack() and not _get_current_dispatch_mode_stack()

@@ -192,7 +192,7 @@ class ExpertRunner:
         `widen` pads classification logits to the widest head, so that a routed call always has the same output width.
         `record` holds what a shared trunk has already computed for these rows.
         """
-        if record is not None and (not record.serves(kwargs) or self._finds_padding(method, kwargs)):
+        if record is not None and (not record.serves(kwargs, self.model) or self._finds_padding(method, kwargs)):
             record = None
         groups = assignment.groups()
         self._check_tokens(kwargs, groups)

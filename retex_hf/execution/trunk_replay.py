@@ -128,11 +128,13 @@ class TrunkRecord:
             return type(value)(self._take(part, f"{path}.{index}", rows) for index, part in enumerate(value))
         return value
 
-    def serves(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call can use the record: not if it needs outputs from inside the blocks, or gradients."""
-        asked = any(kwargs.get(name) for name in INNER_OUTPUTS)
-        learns = any(isinstance(value, Tensor) and value.requires_grad for value in kwargs.values())
-        return not asked and not (learns and torch.is_grad_enabled())
+    def serves(self, kwargs: Mapping[str, Any], model: nn.Module) -> bool:
+        """Return whether a call of the merged model's experts can use the record: not if it needs outputs from inside
+        the blocks, or gradients."""
+        if any(kwargs.get(name) for name in INNER_OUTPUTS):
+            return False
+        values = (*kwargs.values(), *model.parameters()) if torch.is_grad_enabled() else ()
+        return not any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 @dataclass
@@ -189,6 +191,8 @@ def _fill(cache: Cache, filled: Mapping[int, CacheLayerMixin], rows: Tensor | No
     for index, own in filled.items():
         given = cache.layers[index]
         if type(own) not in PLAIN_LAYERS or type(given) is not type(own) or given.get_seq_length() > 0:
+            return False
+        if getattr(given, "record_past", False):  # by assisted generation, which takes back tokens: more than is kept
             return False
     for index, own in filled.items():
         cache.layers[index] = copy(own)

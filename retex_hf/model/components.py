@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,20 @@ def scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any
     """Return the scorer of `signatures="weights"`, calibrated with synthetic inputs if the model takes any: at the
     layer of its pool, or at the last usable one."""
     return _scorer_and_calibration(parts, sample, known)[0]
+
+
+def scorers_of(parts: RetexParts, known: dict[Any, Any] | None = None) -> Callable[[Mapping[str, Any]], WeightScorer]:
+    """Return a function that returns the scorer of a batch, which is calibrated with images of their size."""
+    form = library_of(parts.model).input_form(parts.model)
+    made: dict[Any, WeightScorer] = {}
+
+    def scorer(inputs: Mapping[str, Any]) -> WeightScorer:
+        key = None if form is None else like(form, inputs)
+        if key not in made:
+            made[key] = scorer_of(parts, inputs, known)
+        return made[key]
+
+    return scorer
 
 
 def announced_scorer_of(parts: RetexParts, sample: Mapping[str, Any], known: dict[Any, Any] | None) -> WeightScorer:

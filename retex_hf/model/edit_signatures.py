@@ -22,7 +22,7 @@ from ..routing import (
     fit_signatures,
     noted,
 )
-from .components import extractor_of, scorer_of
+from .components import extractor_of, scorers_of
 from .shared_trunk import with_shared_trunk
 
 
@@ -39,7 +39,7 @@ def sign(
     """
     if parts.config.signatures == "weights":
         pool = _as_pool(parts, references)
-        return _signed(parts, WeightSignatures.fit(partial(scorer_of, parts, known=known), pool)), {}
+        return _signed(parts, WeightSignatures.fit(scorers_of(parts, known), pool)), {}
     batches = _check_references(parts, references)
     seen: dict[str, list[dict[str, Any]]] = {task: [] for task in batches}
     signatures, accuracies = fit_signatures(

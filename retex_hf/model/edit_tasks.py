@@ -55,7 +55,7 @@ from ..routing import (
 )
 from ..utils.devices import device_of, enough_memory, exact_device, parse_device
 from ..utils.tensor_bank import TensorBank
-from .components import extractor_of, scorer_of
+from .components import extractor_of, scorers_of
 from .edit_signatures import inputs_of
 from .shared_trunk import align_new_task
 
@@ -189,7 +189,7 @@ def add_task(
         signatures=signatures,
     )
     if isinstance(signatures, WeightSignatures) and batches is not None:
-        centred = WeightSignatures.fit(partial(scorer_of, replace(grown, signatures=None)), batches)
+        centred = WeightSignatures.fit(scorers_of(replace(grown, signatures=None)), batches)
         grown = replace(grown, signatures=centred)
     if config.trunk is not None and isinstance(signatures, Signatures):
         grown = _joined_trunk(grown, signatures, name, seen)

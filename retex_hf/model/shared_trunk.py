@@ -34,6 +34,8 @@ from .trunk_references import Batches, TaskReferences, distance, record_of
 
 # Where a model gives no classes or tokens, so many times the tolerance bounds how far outputs move.
 WITHOUT_ANSWERS = 10
+# References of a task from which `"auto"` trusts what a trunk is said to cost: a few hold out next to nothing.
+FEWEST_REFERENCES = 16
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,15 @@ def with_shared_trunk(parts: RetexParts, references: Mapping[str, Batches], prog
     config, signatures = parts.config, parts.signatures
     assert isinstance(signatures, Signatures)  # a trunk ends at their feature layer, or before
     by_task = {task: TaskReferences(parts, task, references[task]) for task in config.tasks}
+    fewest = min(by_task.values(), key=lambda of_task: of_task.total)
+    if config.shared_trunk == "auto" and fewest.total < FEWEST_REFERENCES:
+        if progress:
+            remark(
+                f"No shared trunk: task {fewest.task!r} has {fewest.total} references, and what a trunk costs takes "
+                f"{FEWEST_REFERENCES} to tell.",
+                in_logs=True,
+            )
+        return parts
     depths = _usable_blocks(parts, signatures.feature_layer, references[config.tasks[0]][0])
     if config.shared_trunk is True:
         depths = depths[-1:]

@@ -88,9 +88,10 @@ class Snapshot:
             form = self.cache.get("form", lambda: library_of(self.parts.model).input_form(self.parts.model))
             key = ("features", None if form is None else like(form, inputs))
             scorer = self.cache.get(key, lambda: announced_scorer_of(self.parts, inputs, self.proofs))
-            centre = signatures.centre if isinstance(signatures, WeightSignatures) else scorer.centre
             scores = scorer(inputs)
-            residuals = centre.to(scores.device) - scores
+            residuals = scorer.centre.to(scores.device) - scores
+            if isinstance(signatures, WeightSignatures):
+                residuals = residuals + signatures.lead.to(scores.device)
         elif not isinstance(signatures, Signatures):
             raise RetexError("The model has no task signatures yet: call fit_signatures, or name the task with task=.")
         else:

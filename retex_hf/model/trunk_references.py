@@ -61,8 +61,8 @@ class TaskReferences:
         self.parts, self.task, self._batches = parts, task, batches
         self._extractor = extractor_of(parts, [parts.signatures.feature_layer])
         self._read = [self._extractor.record(batch) for batch in batches]
-        self._total = sum(recorded.rows for recorded in self._read)
-        self.folds = min(FOLDS, self._total)
+        self.total = sum(recorded.rows for recorded in self._read)
+        self.folds = min(FOLDS, self.total)
         self._whole = runner_of(parts)
 
     @property
@@ -75,7 +75,7 @@ class TaskReferences:
         tokens, first = form if isinstance(form, Tokens) else None, 0
         for batch, recorded in zip(self._batches, self._read, strict=True):
             rows, splitter = recorded.rows, Splitter(recorded.rows, NOT_ROWS, recorded.reading)
-            inputs = perturbed_inputs(batch, tokens, first + (copy - 1) * self._total) if copy else batch
+            inputs = perturbed_inputs(batch, tokens, first + (copy - 1) * self.total) if copy else batch
             fold_of_row = (torch.arange(rows) + first) % self.folds
             for fold in fold_of_row.unique().tolist():
                 chosen = (fold_of_row == fold).nonzero().flatten()

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -316,9 +317,13 @@ class FeatureExtractor:
         return Layout(place, axis)
 
     def _axis_by_change(self, layer: str, kwargs: Mapping[str, Any], axes: list[int]) -> int | None:
+        # `functional_call` changes the module while it runs, and other threads may be calling this one.
+        shared = (*self.entry.parameters(), *self.entry.buffers())
+        own = deepcopy(self.entry, {id(tensor): tensor for tensor in shared})
+
         def hidden_of(parameters: Mapping[str, Tensor]) -> Tensor:
             named = {f"model.{layer}.{name}": tensor for name, tensor in parameters.items()}
-            collected = self._repeatable(lambda **values: functional_call(self.entry, named, (), values), kwargs)
+            collected = self._repeatable(lambda **values: functional_call(own, named, (), values), kwargs)
             return first_tensor(collected[layer])
 
         parameters = dict(self.model.get_submodule(layer).named_parameters())

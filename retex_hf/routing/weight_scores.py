@@ -32,36 +32,37 @@ Hear = Callable[[str, nn.Module, Tensor, Tensor | None], Tensor | None]
 
 @dataclass
 class WeightSignatures:
-    """Statistics that `signatures="weights"` learns from a pool of unlabelled inputs: the mean score of each task,
-    `centre` (T,), of a pass that ends at `feature_layer`."""
+    """What `signatures="weights"` learns from a pool of unlabelled inputs: by how much the mean score of each task is
+    above that of inputs of no task, `lead` (T,), in passes that end at `feature_layer`."""
 
-    centre: Tensor
+    lead: Tensor
     feature_layer: str
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, as they are stored."""
-        return {"centre": self.centre}
+        return {"lead": self.lead}
 
     def to(self, device: torch.device) -> WeightSignatures:
-        return WeightSignatures(self.centre.to(device), self.feature_layer)
+        return WeightSignatures(self.lead.to(device), self.feature_layer)
 
     def without(self, task: int) -> WeightSignatures:
         """Return the statistics without one task."""
-        return WeightSignatures(self.centre[torch.arange(len(self.centre)) != task], self.feature_layer)
+        return WeightSignatures(self.lead[torch.arange(len(self.lead)) != task], self.feature_layer)
 
     @classmethod
     def fit(
-        cls, make: Callable[[Mapping[str, Any]], WeightScorer], batches: Iterable[Mapping[str, Any]]
+        cls, scorer_of: Callable[[Mapping[str, Any]], WeightScorer], batches: Iterable[Mapping[str, Any]]
     ) -> WeightSignatures:
-        """Compute the mean scores of all rows of a pool; `make` creates a scorer that fits a batch."""
-        scorer, scores = None, []
+        """Compute the mean leads of all rows of a pool; `scorer_of` returns the scorer that fits a batch."""
+        leads, layer = [], ""
         for batch in map(without_labels, batches):
-            scorer = scorer or make(batch)
-            scores.append(scorer(batch).cpu())
-        if scorer is None:
+            scorer = scorer_of(batch)
+            leads.append((scorer(batch) - scorer.centre).cpu())
+            layer = scorer.feature_layer
+        if not leads:
             raise InputError("The pool of unlabelled inputs is empty.")
-        return cls(torch.cat(scores).mean(0), scorer.feature_layer)
+        return cls(torch.cat(leads).mean(0), layer)
 
 
 class WeightScorer:

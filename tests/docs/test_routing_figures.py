@@ -97,7 +97,7 @@ def test_the_table_of_costs_is_that_of_the_results():
     assert text.strip() in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("suite", ["text8", "vision8"])
+@pytest.mark.parametrize("suite", ["text8", "vision8", "causal"])
 def test_the_tables_of_trunks_are_those_of_the_results(suite):
     rows = json.loads((RESULTS / f"trunk_{suite}.json").read_text(encoding="utf-8"))["rows"]
     text = markdown_table(trunk.COLUMNS, [list(row.values()) for row in rows])
@@ -110,6 +110,10 @@ def test_the_tables_of_trunks_are_those_of_the_results(suite):
         none, plain, aligned = (accuracy[deepest, trunk] for trunk in ("none", "as it is", "aligned"))
         assert f"With {deepest[0]} of six blocks shared {aligned:.3f} is kept, aligned, where {none:.3f}" in page
         assert f"and {plain:.3f} with one as it is" in page
+    elif suite == "causal":
+        whole = accuracy["15 of 30", "none"]
+        plain, aligned = (100 * (whole - accuracy["15 of 30", trunk]) for trunk in ("as it is", "aligned"))
+        assert f"That is {aligned:.1f} points less than without a trunk, aligned, and {plain:.1f} less as it is" in page
     else:
         plain, aligned = (accuracy["1 of 4", "none"] - accuracy["1 of 4", trunk] for trunk in ("as it is", "aligned"))
         assert f"one shared stage costs {100 * aligned:.1f} points, aligned, and {100 * plain:.1f} as it is" in page

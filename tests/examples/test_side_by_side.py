@@ -40,7 +40,8 @@ def test_every_figure_stands_under_its_suite(tmp_path, monkeypatch, capsys):
     for name, table in tables.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "main_table.json").write_text(json.dumps(table))
-    monkeypatch.setattr(sys, "argv", ["side_by_side.py", *(f"{name}={tmp_path / name}" for name in tables)])
+    paths = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'b' / 'main_table.json'}"]
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", *paths])
     side_by_side.main()
     assert capsys.readouterr().out.splitlines() == [
         "| method | a, known | a, unknown | a, oracle | a, added | b, known | b, unknown | b, oracle | b, added |",

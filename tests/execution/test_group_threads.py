@@ -90,9 +90,10 @@ def test_families_give_the_same_in_threads(worth, monkeypatch, family):
         torch.enable_grad,
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         BaseTorchFunctionMode,
+        torch.profiler.profile,
         lambda: use_threads(1),
     ],
-    ids=["gradients", "autocast", "function mode", "one thread"],
+    ids=["gradients", "autocast", "function mode", "profiler", "one thread"],
 )
 @torch.no_grad()
 def test_groups_run_one_by_one_where_threads_would_lose_what_the_caller_set(worth, monkeypatch, circumstance):

@@ -39,8 +39,8 @@ def build(name: str, **options):
     return model, experts, family
 
 
-def fit(model, family) -> None:
-    model.fit_signatures({task: [family.inputs(8)] for task in TASKS}, progress=False)
+def fit(model, family, rows: int = 8) -> None:
+    model.fit_signatures({task: [family.inputs(rows)] for task in TASKS}, progress=False)
 
 
 def behind_trunk(model: RetexModel, expert: nn.Module, task: str) -> nn.Module:
@@ -217,6 +217,15 @@ def decoder(name: str):
     return model, experts
 
 
+@torch.no_grad()
+def test_assisted_generation_behind_a_trunk_takes_back_tokens_beyond_the_window():
+    model, _ = decoder("sliding")
+    inputs = unpadded(1)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=2), expected)
+
+
 def left_padded(rows: int) -> dict[str, Tensor]:
     return {name: value.flip(1) for name, value in tokens(rows).items()}
 
@@ -361,6 +370,23 @@ def test_gradients_reach_the_inputs():
         torch.testing.assert_close(gradient[rows], expected[rows], **CLOSE)
 
 
+def test_gradients_reach_merged_parameters_of_the_trunk():
+    model, experts, family = build("bert")
+    fit(model, family)
+    table = model.get_base_model().get_input_embeddings().weight.requires_grad_()
+    inputs = tokens(ROWS)
+    output = model(**inputs)
+    output.last_hidden_state.square().sum().backward()
+    expected = torch.zeros_like(table)
+    for task in set(output.routing.tasks):
+        rows = rows_of(output, task)
+        again = behind_trunk(model, experts[task], task).train(False)
+        own = again.get_input_embeddings().weight.requires_grad_()
+        again(**{name: value[rows] for name, value in inputs.items()}).last_hidden_state.square().sum().backward()
+        expected += own.grad
+    torch.testing.assert_close(table.grad, expected, rtol=1e-3, atol=1e-3)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["bert-classifier", "resnet"])
 def test_saved_and_loaded(name, tmp_path):
@@ -471,7 +497,7 @@ def test_outputs_are_compared_by_answers_or_else_by_distance():
     torch.testing.assert_close(misses([one], [other], chooses=True), expected)
 
 
-def with_late_changes(**options) -> RetexModel:
+def with_late_changes(references: int = 16, **options) -> RetexModel:
     """A model of experts that differ in their second block, and next to nothing before."""
     torch.manual_seed(0)
     family = FAMILIES["vit"]
@@ -483,7 +509,7 @@ def with_late_changes(**options) -> RetexModel:
                 tensor.copy_(torch.lerp(base.state_dict()[name], tensor, 0.01))
     config = RetexConfig(rank="full", **{"shared_trunk": "auto", "feature_layer": -1, **options})
     model = RetexModel.from_experts(base, experts, config, progress=False)
-    fit(model, family)
+    fit(model, family, references)
     return model
 
 
@@ -497,6 +523,15 @@ def test_auto_takes_the_deepest_trunk_within_the_tolerance():
         assert with_late_changes(trunk_tolerance=tolerance).retex_config.trunk["junction"] == junction
     model = with_late_changes(trunk_tolerance=first / 2)
     assert model.retex_config.trunk is None and model.signatures.alignment is None
+
+
+def test_auto_takes_no_trunk_on_the_word_of_a_few_references(capsys):
+    model = with_late_changes(references=15, trunk_tolerance=1.0)
+    assert model.retex_config.trunk is None and model.signatures.alignment is None
+    references = {task: [FAMILIES["vit"].inputs(15 if task == "green" else 16)] for task in TASKS}
+    model.fit_signatures(references)
+    assert "task 'green' has 15 references" in capsys.readouterr().err
+    assert with_late_changes(references=16, trunk_tolerance=1.0).retex_config.trunk is not None
 
 
 @torch.no_grad()

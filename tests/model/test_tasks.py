@@ -343,11 +343,11 @@ def test_tasks_known_by_their_weights():
     with pytest.raises(TaskError, match="give a pool as references="):
         centred.add_task(NEW, new, progress=False)
     centred.add_task(NEW, new, references=pool, progress=False)
-    assert centred.signatures.centre.shape == (3,)
+    assert centred.signatures.lead.shape == (3,)
     residuals = torch.cat([centred.identify(**batch).residuals for batch in pool])
     torch.testing.assert_close(residuals.mean(0), torch.zeros(3), rtol=0, atol=1e-4)
     centred.delete_task("green")
-    assert centred.signatures.centre.shape == (2,)
+    assert centred.signatures.lead.shape == (2,)
 
 
 @torch.no_grad()

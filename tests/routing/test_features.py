@@ -337,3 +337,30 @@ def test_features_come_from_the_merged_or_the_pretrained_model(source):
     }
     torch.testing.assert_close(features, means[source], rtol=1e-5, atol=1e-6)
     assert (means["merged"] - means["pretrained"]).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_finding_the_axis_of_features_changes_nothing_that_other_threads_use(monkeypatch):
+    """BERT of 16 features reads 16 tokens: only a changed parameter tells the two axes apart."""
+    from retex_hf.routing import features
+
+    model = FAMILIES["bert"].make().eval()
+    layer = feature_blocks(model)[0]
+    found, width = extractor(model, layer), model.config.hidden_size
+    inputs = {"input_ids": torch.arange(2 * width).reshape(2, width) % VOCAB}
+    expected = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
+    inner, calls = features.functional_call, []
+
+    def call(module, *rest):
+        def watch(*_):
+            calls.append(all(torch.equal(t, expected[name]) for name, t in found.model.state_dict().items()))
+
+        handle = module.model.get_submodule(layer).register_forward_pre_hook(watch)
+        try:
+            return inner(module, *rest)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(features, "functional_call", call)
+    assert found(inputs)[layer].shape == (2, width)
+    assert calls and all(calls)

@@ -344,6 +344,25 @@ def test_synthetic_tokens_are_as_common_as_in_a_text():
     assert (seen < 1000).float().mean() == pytest.approx(0.52, abs=0.02)
 
 
+@torch.no_grad()
+def test_a_pool_of_images_of_one_size_serves_images_of_another():
+    """A pool is compared with synthetic images of its own size, and so is every call."""
+    model = build("resnet")
+    small, large = (torch.randn(6, 3, side, side, generator=torch.Generator().manual_seed(side)) for side in (32, 64))
+    plain = {side: model.identify(pixel_values=pixels).residuals for side, pixels in ((32, small), (64, large))}
+    model.fit_signatures([{"pixel_values": small}])
+    lead = -plain[32].mean(0)
+    torch.testing.assert_close(model.signatures.lead, lead, rtol=1e-4, atol=1e-4)
+    for side, pixels in ((32, small), (64, large)):
+        torch.testing.assert_close(
+            model.identify(pixel_values=pixels).residuals, plain[side] + lead, rtol=1e-4, atol=1e-4
+        )
+    whole = -torch.cat([plain[32], plain[64]]).mean(0)
+    for order in ((small, large), (large, small)):
+        model.fit_signatures([{"pixel_values": pixels} for pixels in order])
+        torch.testing.assert_close(model.signatures.lead, whole, rtol=1e-4, atol=1e-4)
+
+
 def images(size: int = 64) -> list[Tensor]:
     """Textures, many shapes, few shapes and strokes."""
     return [batch["pixel_values"] for batch in synthetic_batches(Signal("pixel_values", (3, size, size), smooth=2))]
