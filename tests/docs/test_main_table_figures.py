@@ -54,6 +54,18 @@ def test_the_main_table_is_that_of_the_results():
                 assert abs(values["normalised"]["value"] - whole) < 0.00051
 
 
+def test_the_differences_that_the_page_names_are_those_of_the_results():
+    said = " ".join(
+        (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split("## Former settings")[0].split()
+    )
+    both = ("ID-EMR", "ID-LoRA (SVD)", "SiM")
+    for suite, rivals in (("vision8", both), ("text8", (*both, "Twin-Merging"))):
+        text = (RESULTS / f"{suite}.md").read_text(encoding="utf-8")
+        for rival in rivals:
+            found = re.search(rf"^- ReTeX minus {re.escape(rival)}: (.*)$", text, re.MULTILINE)[1]
+            assert f"{rival} {found}" in said
+
+
 def test_the_former_main_table_is_that_of_its_pages():
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     pages = {name: (RESULTS / f"{suite}.md").read_text(encoding="utf-8") for name, suite in FORMER.items()}

@@ -220,8 +220,11 @@ def decoder(name: str):
 @torch.no_grad()
 def test_assisted_generation_behind_a_trunk_takes_back_tokens_beyond_the_window():
     model, _ = decoder("sliding")
-    inputs = unpadded(1)
-    options = {"max_new_tokens": 6, "do_sample": False}
+    ids = torch.arange(5, 17)[None]  # of a prompt that repeats nothing, what was looked up is taken back
+    inputs, options = (
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        {"max_new_tokens": 8, "do_sample": False},
+    )
     expected = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=2), expected)
 
