@@ -80,7 +80,7 @@ def simplest_good(missed: Sequence[Tensor]) -> int:
     The difference of their means is compared to its standard error, over the same outputs.
 
     >>> import torch
-    >>> simplest_good([torch.tensor([9.0, 9.0]), torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0])])
+    >>> simplest_good([torch.tensor([9.0, 9.0]), torch.tensor([0.9, 2.5]), torch.tensor([1.0, 2.0])])
     1
     """
     best = min(missed, key=lambda each: each.mean().item())
